@@ -1,0 +1,1 @@
+"""What runs, in which order. Workflows import tasks; nothing imports workflows."""
