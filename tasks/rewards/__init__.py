@@ -1,0 +1,1 @@
+"""Axis 3, one file a reward. In: media and prompts. Out: one score a sample. Next: advantage."""
