@@ -4,10 +4,12 @@ In: prompts and latents. Out: velocities and media. Rollout and update call `vel
 size, so a policy never sees how samples are spread over lanes or machines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from tasks.contracts.config import PolicyConfig
+from tasks.contracts.errors import CheckpointError
 from tasks.contracts.media import Media
 
 if TYPE_CHECKING:
@@ -67,3 +69,84 @@ def guided_velocity(
         raise ValueError(f"guidance_scale {guidance_scale} needs the negative conditions")
     unguided = policy.velocity(latents, sigma, negative)
     return unguided + guidance_scale * (velocity - unguided)
+
+
+Weights = Mapping[str, Mapping[str, "Tensor"]]
+"""Component -> parameter name -> tensor."""
+
+
+def prepare_trainable(policy: Policy, seed: int) -> None:
+    """Freeze everything but what the recipe trains: the components' own weights, or new low-rank adapters.
+
+    Adapters start as exact zeros (B = 0, A drawn from `seed`), so the initial trainable weights are the base policy
+    in both modes, and "reference policy" means "these initial weights" whatever is trained.
+
+    Raises:
+        CheckpointError: no module of a component matches the adapter's target names.
+    """
+    import torch
+
+    for name, module in policy.components.items():
+        module.requires_grad_(policy.config.trainable == "full")
+        if policy.config.trainable == "lora":
+            from peft import LoraConfig, inject_adapter_in_model
+
+            targets = list(getattr(policy.config, "lora_targets", ("to_q", "to_k", "to_v", "to_out.0")))
+            lora = LoraConfig(r=policy.config.lora_rank, lora_alpha=policy.config.lora_alpha,
+                              init_lora_weights="gaussian", target_modules=targets)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                try:
+                    inject_adapter_in_model(lora, module)
+                except ValueError as error:
+                    raise CheckpointError(f"policy {policy.config.name!r}: no adapter fits component {name!r} with "
+                                          f"lora_targets {targets}: {error}") from None
+        module.train(False)
+
+
+def trainable_parameters(policy: Policy) -> dict[str, dict[str, "nn.Parameter"]]:
+    """Component -> name -> parameter, for every parameter that is trained."""
+    return {part: {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+            for part, module in policy.components.items()}
+
+
+def copy_weights(policy: Policy) -> dict[str, dict[str, "Tensor"]]:
+    """A detached clone of the trainable weights. Cloned, never aliased: on CPU `.cpu()` would share memory."""
+    return {part: {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            for part, parameters in trainable_parameters(policy).items()}
+
+
+def set_weights(policy: Policy, weights: Weights) -> None:
+    """Copy `weights` into the trainable parameters.
+
+    Raises:
+        CheckpointError: other components, names or shapes than the policy trains (an adapter given to a fully
+            trained policy, or the reverse).
+    """
+    import torch
+
+    expected = {part: {name: tuple(value.shape) for name, value in parameters.items()}
+                for part, parameters in trainable_parameters(policy).items()}
+    found = {part: {name: tuple(value.shape) for name, value in values.items()} for part, values in weights.items()}
+    if found != expected:
+        wrong = sorted({f"{part}.{name}" for one, other in ((expected, found), (found, expected))
+                        for part, values in one.items() for name, shape in values.items()
+                        if other.get(part, {}).get(name) != shape})
+        raise CheckpointError(f"policy {policy.config.name!r} (trainable: {policy.config.trainable}): {len(wrong)} "
+                              f"parameters differ from the stored weights, first {wrong[:2]}. They were written by "
+                              "another model, or with another `policy.trainable` or `lora_rank`.")
+    with torch.no_grad():
+        for part, parameters in trainable_parameters(policy).items():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[part][name])
+
+
+@contextmanager
+def using_weights(policy: Policy, weights: Weights) -> Iterator[None]:
+    """Run the block with other trainable weights and put the present ones back, also after an error."""
+    present = copy_weights(policy)
+    set_weights(policy, weights)
+    try:
+        yield
+    finally:
+        set_weights(policy, present)

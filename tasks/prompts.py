@@ -1,0 +1,75 @@
+"""Prompt files and the order they are drawn in. In: a recipe's `prompts`. Out: the prompts of an iteration.
+
+The order is a pure function of (seed, iteration): no loader, no state, so a resumed run draws the same prompts.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.contracts.config import ROOT
+from tasks.contracts.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts and, one a text, the metadata of a `.jsonl` file (empty for `.txt`)."""
+
+    texts: tuple[str, ...]
+    metadata: tuple[Mapping[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def read_prompts(path: str) -> Prompts:
+    """Read a prompts file, `.txt` (a prompt a line) or `.jsonl` (`{"prompt": ..., "metadata": {...}}` a line).
+
+    Raises:
+        ConfigError: missing, unreadable, truncated (no newline at the end), empty, or a line without a prompt.
+    """
+    file = Path(path) if Path(path).is_absolute() else ROOT / path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts file {path}: cannot be read ({error}). Set prompts.train and prompts.evaluate to "
+                          "UTF-8 text files.") from None
+    if not text.strip():
+        raise ConfigError(f"prompts file {path} is empty; it needs one prompt a line.")
+    if not text.endswith("\n"):
+        raise ConfigError(f"prompts file {path} does not end with a newline: it was probably truncated after "
+                          f"{text[text.rfind(chr(10)) + 1:][:60]!r}. Copy it again, or end its last line.")
+    texts, metadata = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry: Any = {"prompt": line.strip()}
+        if file.suffix == ".jsonl":
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"prompts file {path}, line {number}: not JSON ({error}).") from None
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ConfigError(f"prompts file {path}, line {number}: the prompt is empty. Remove the line: an empty "
+                              "prompt has nothing to be rewarded for.")
+        texts.append(prompt.strip())
+        metadata.append(entry.get("metadata", {}))
+    return Prompts(tuple(texts), tuple(metadata))
+
+
+def draw_positions(num_prompts: int, count: int, seed: int, iteration: int) -> list[int]:
+    """Positions of the `count` prompts of an iteration (from 0): every prompt once, in a new order, each epoch."""
+    import torch
+
+    from tasks.sde import derive_seed
+
+    orders: dict[int, list[int]] = {}
+    positions = []
+    for place in range(iteration * count, (iteration + 1) * count):
+        epoch, offset = divmod(place, num_prompts)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(derive_seed(seed, epoch, 0, "prompts"))
+            orders[epoch] = torch.randperm(num_prompts, generator=generator).tolist()
+        positions.append(orders[epoch][offset])
+    return positions

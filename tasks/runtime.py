@@ -1,0 +1,167 @@
+"""The setting a stage runs in: threads, determinism, lanes, and policies that stay loaded between tasks.
+
+In: the recipe's `runtime` and a role of its `topology`. Out: a `Session`. Deliberately absent: anything that changes
+a result's bits with the number of lanes. A lane is a thread that runs single-threaded operators: each micro-batch is
+computed whole by one lane, and results are combined in micro-batch order.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tasks.contracts.config import Dtype, PolicyConfig, RoleConfig, RuntimeConfig, digest_of
+from tasks.contracts.refs import PolicyRef
+from tasks.policies import base
+from tasks.store import Store
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_KEEP_WARM = 2
+"""Policies kept loaded: the one that is trained and one that is evaluated."""
+_warm: "OrderedDict[str, LoadedPolicy]" = OrderedDict()
+_warm_lock = threading.Lock()
+
+
+@dataclass
+class LoadedPolicy:
+    """A policy in memory, and which stored weights it holds now."""
+
+    policy: base.Policy
+    initial: base.Weights
+    """The trainable weights of the base policy: the reference of every KL term."""
+    holds: str = ""
+    """Digest of the weights that are loaded; empty = the base."""
+
+
+class Session:
+    """Lanes and policies of one stage."""
+
+    def __init__(self, runtime: RuntimeConfig, role: RoleConfig, pool: ThreadPoolExecutor) -> None:
+        self.runtime = runtime
+        self.role = role
+        self._pool = pool
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Apply `function` on the lanes and yield the results in the order of `items`.
+
+        At most two items a lane are in flight, so results that wait for their turn stay few.
+        The first error stops the rest.
+        """
+        waiting: list[Any] = []
+        try:
+            for item in items:
+                if len(waiting) >= 2 * self.role.parallelism:
+                    yield waiting.pop(0).result()
+                waiting.append(self._pool.submit(function, item))
+            while waiting:
+                yield waiting.pop(0).result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def policy(self, config: PolicyConfig, ref: PolicyRef, store: Store, seed: int, dtype: Dtype,
+               variant: str = "raw") -> LoadedPolicy:
+        """The policy of `ref`, loaded once and kept for the next task of this process.
+
+        Args:
+            variant: ``raw`` or ``ema`` weights.
+
+        Raises:
+            CheckpointError: the base checkpoint is not the one the reference was trained from.
+        """
+        loaded = load_policy(config, seed, dtype)
+        check_base(loaded, ref)
+        wanted = f"{ref.weights.digest}/{variant}" if ref.weights else ""
+        if loaded.holds != wanted:
+            loaded.holds = "unknown"
+            base.set_weights(loaded.policy, load_weights(store, ref, variant) if ref.weights else loaded.initial)
+            loaded.holds = wanted
+        return loaded
+
+
+def load_policy(config: PolicyConfig, seed: int, dtype: Dtype) -> LoadedPolicy:
+    """Build a policy, or find it still loaded from an earlier task."""
+    from tasks.plugins import load
+
+    key = digest_of({"policy": config.model_dump(mode="json"), "seed": seed, "dtype": dtype})
+    with _warm_lock:
+        if key not in _warm:
+            policy = load("policies", config.name).build(config, dtype)
+            base.prepare_trainable(policy, seed)
+            _warm[key] = LoadedPolicy(policy, base.copy_weights(policy))
+            while len(_warm) > _KEEP_WARM:
+                _warm.popitem(last=False)
+        _warm.move_to_end(key)
+        return _warm[key]
+
+
+def check_base(loaded: LoadedPolicy, ref: PolicyRef) -> None:
+    """Raise unless `ref` was trained from the base checkpoint that is loaded."""
+    from tasks.contracts.errors import CheckpointError
+
+    if ref.base_digest != loaded.policy.base_digest:
+        raise CheckpointError(f"policy {loaded.policy.config.name!r}: the base checkpoint has SHA-256 "
+                              f"{loaded.policy.base_digest[:12]}, the stored policy was trained from "
+                              f"{ref.base_digest[:12]}. Restore that checkpoint, or start a new run.")
+
+
+def load_weights(store: Store, ref: PolicyRef, variant: str) -> dict[str, dict[str, Any]]:
+    """Component -> name -> tensor of a stored policy's ``raw`` or ``ema`` weights."""
+    assert ref.weights is not None
+    return unflatten(store.load(ref.weights, variant))
+
+
+def flatten(weights: base.Weights) -> dict[str, Any]:
+    """``{part: {name: t}}`` -> ``{"part/name": t}``, for safetensors."""
+    return {f"{part}/{name}": value for part, values in weights.items() for name, value in values.items()}
+
+
+def unflatten(tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The inverse of `flatten`."""
+    weights: dict[str, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        part, name = key.split("/", 1)
+        weights.setdefault(part, {})[name] = value
+    return weights
+
+
+@contextmanager
+def session(runtime: RuntimeConfig, role: RoleConfig) -> Iterator[Session]:
+    """Set threads and determinism for a stage, and put everything back afterwards, also after an error."""
+    import torch
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    # One thread an operator: how a sum is split must not depend on the number of cores.
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    pool = ThreadPoolExecutor(role.parallelism, thread_name_prefix="lane", initializer=torch.set_num_threads,
+                              initargs=(1,))
+    try:
+        yield Session(runtime, role, pool)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def micro_batches(count: int, size: int) -> Iterator[tuple[list[int], int]]:
+    """Split 0..count-1 into lists of exactly `size` positions; the last is padded by repeating its last position.
+
+    Yields:
+        (positions [size], number of real ones).
+    """
+    for start in range(0, count, size):
+        real = list(range(start, min(start + size, count)))
+        yield real + [real[-1]] * (size - len(real)), len(real)
+
+
+def progress(iterable: Iterable[Item], total: int, label: str) -> Iterable[Item]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(iterable, total=total, desc=label, leave=False, disable=None, unit="batch")
