@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.contracts.config import ROOT
+from tasks.contracts.config import ROOT, digest_of
 from tasks.contracts.errors import ConfigError
 
 
@@ -22,6 +22,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: another file of the same name is another input."""
+        return digest_of({"texts": list(self.texts), "metadata": [dict(entry) for entry in self.metadata]})
 
 
 def read_prompts(path: str) -> Prompts:

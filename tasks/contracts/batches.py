@@ -59,40 +59,31 @@ def _shape(where: str, tensor: "Tensor", expected: Sequence[int | None], dtype: 
 
 
 @dataclass(frozen=True)
-class TrajectoryBatch:
-    """Samples and the SDE steps that produced them, exactly as they were scored.
+class TrajectoryIndex:
+    """The small part of a trajectory batch: which samples, groups and steps there are. Enough for advantages.
 
     Attributes:
         sample_ids: int64 [N], unique within the run.
         group_ids: int64 [N]; one id a prompt occurrence (not a prompt text).
         parent_ids: int64 [N]; sample this one branched from, -1 = root.
-        prompts: N texts. metadata: N mappings, copied from the prompts file.
-        condition_refs: ``prompt``, ``negative``, ``source_image``, ``first_frame`` -> N content digests.
         sigmas: float64 [T+1], falling to 0.
         sde_indices: int64 [N, S], the denoising step of each stored transition; S may be 0.
         step_mask: bool [N, S]; False = absent (padding), never trained.
-        step_latents: float32 [N, S, 2, *latent], before and after each stored step.
         log_probs: float32 [N, S], mean over latent dims, of the stored step under the rollout policy.
-        final_latents: float32 [N, *latent]. media: decoded samples.
+        contract: the Markov chain the samples were drawn from.
     """
 
     sample_ids: "Tensor"
     group_ids: "Tensor"
     parent_ids: "Tensor"
-    prompts: tuple[str, ...]
-    metadata: tuple[Mapping[str, Any], ...]
-    condition_refs: Mapping[str, tuple[str, ...]]
     sigmas: "Tensor"
     sde_indices: "Tensor"
     step_mask: "Tensor"
-    step_latents: "Tensor"
     log_probs: "Tensor"
-    final_latents: "Tensor"
-    media: Media
     contract: SamplingContract
 
     def __post_init__(self) -> None:
-        name, num_samples, latent = "TrajectoryBatch", len(self.sample_ids), self.contract.latent_shape
+        name, num_samples = type(self).__name__, len(self.sample_ids)
         _shape(f"{name}.sample_ids", self.sample_ids, [num_samples], "int64")
         _shape(f"{name}.group_ids", self.group_ids, [num_samples], "int64")
         _shape(f"{name}.parent_ids", self.parent_ids, [num_samples], "int64")
@@ -100,21 +91,18 @@ class TrajectoryBatch:
         num_steps = self.sde_indices.shape[-1] if self.sde_indices.ndim else -1
         _shape(f"{name}.sde_indices", self.sde_indices, [num_samples, num_steps], "int64")
         _shape(f"{name}.step_mask", self.step_mask, [num_samples, num_steps], "bool")
-        _shape(f"{name}.step_latents", self.step_latents, [num_samples, num_steps, 2, *latent], "float32")
         _shape(f"{name}.log_probs", self.log_probs, [num_samples, num_steps], "float32")
-        _shape(f"{name}.final_latents", self.final_latents, [num_samples, *latent], "float32")
-        for label, values in (("prompts", self.prompts), ("metadata", self.metadata), ("media", self.media),
-                              *((f"condition_refs[{key!r}]", refs) for key, refs in self.condition_refs.items())):
-            if len(values) != num_samples:
-                raise ContractError(f"{name}.{label} holds {len(values)} entries, expected {num_samples}, one a sample.")
         if len(self.sample_ids.unique()) != num_samples:
             raise ContractError(f"{name}.sample_ids repeat; every sample needs its own id (and noise).")
-        for label in ("step_latents", "log_probs", "final_latents"):
-            finite = getattr(self, label).isfinite().reshape(num_samples, -1).all(dim=1)
-            if not finite.all():
-                bad = self.sample_ids[~finite][0].item()
-                raise ContractError(f"{name}.{label}: sample {bad} is not finite. The policy diverged: lower "
-                                    "optimizer.learning_rate or resume from an earlier policy.")
+        self._require_finite("log_probs")
+
+    def _require_finite(self, label: str) -> None:
+        num_samples = len(self.sample_ids)
+        finite = getattr(self, label).isfinite().reshape(num_samples, -1).all(dim=1)
+        if not finite.all():
+            bad = self.sample_ids[~finite][0].item()
+            raise ContractError(f"{type(self).__name__}.{label}: sample {bad} is not finite. The policy diverged: "
+                                "lower optimizer.learning_rate or resume from an earlier policy.")
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -123,6 +111,38 @@ class TrajectoryBatch:
     def num_sde_steps(self) -> int:
         """S."""
         return self.sde_indices.shape[1]
+
+
+@dataclass(frozen=True)
+class TrajectoryBatch(TrajectoryIndex):
+    """Samples and the SDE steps that produced them, exactly as they were scored.
+
+    Attributes (beside those of `TrajectoryIndex`):
+        step_latents: float32 [N, S, 2, *latent], before and after each stored step.
+        final_latents: float32 [N, *latent].
+        media: decoded samples.
+        prompts: N texts. metadata: N mappings, copied from the prompts file.
+        condition_refs: ``prompt``, ``negative``, ``source_image``, ``first_frame`` -> N content digests.
+    """
+
+    step_latents: "Tensor"
+    final_latents: "Tensor"
+    media: Media
+    prompts: tuple[str, ...]
+    metadata: tuple[Mapping[str, Any], ...]
+    condition_refs: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, num_samples, latent = "TrajectoryBatch", len(self.sample_ids), self.contract.latent_shape
+        _shape(f"{name}.step_latents", self.step_latents, [num_samples, self.num_sde_steps, 2, *latent], "float32")
+        _shape(f"{name}.final_latents", self.final_latents, [num_samples, *latent], "float32")
+        for label, values in (("prompts", self.prompts), ("metadata", self.metadata), ("media", self.media),
+                              *((f"condition_refs[{key!r}]", refs) for key, refs in self.condition_refs.items())):
+            if len(values) != num_samples:
+                raise ContractError(f"{name}.{label} holds {len(values)} entries, expected {num_samples}, one a sample.")
+        self._require_finite("step_latents")
+        self._require_finite("final_latents")
 
 
 @dataclass(frozen=True)

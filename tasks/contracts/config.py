@@ -91,7 +91,7 @@ class SDEWindow(StrictModel):
 
     size: PositiveInt | None = None
     """Number of consecutive SDE steps; None = every step of `range`."""
-    range: tuple[int, int] | None = None
+    range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """First (inclusive) and last (exclusive) step the window may cover; None = all steps but the last."""
     placement: Literal["first", "random"] = "first"
     """`first` puts the window at the start of `range`; `random` draws its start once an iteration."""
@@ -128,7 +128,7 @@ class SamplingConfig(StrictModel):
         num_steps = self.num_inference_steps
         low, high = self.window_range
         if not 0 <= low < high <= num_steps:
-            raise ValueError(f"sde_window.range {list(self.sde_window.range or ())} does not fit "
+            raise ValueError(f"sde_window.range {self.sde_window.range or []} does not fit "
                              f"num_inference_steps {num_steps}: need 0 <= first < last <= {num_steps}")
         if high == num_steps and not self.last_step_noise:
             raise ValueError(f"sde_window.range ends at {high}, which includes the last step {num_steps - 1}; its "
@@ -147,7 +147,8 @@ class SamplingConfig(StrictModel):
     def window_range(self) -> tuple[int, int]:
         """The steps the SDE window may cover, first inclusive, last exclusive."""
         last = self.num_inference_steps if self.last_step_noise else self.num_inference_steps - 1
-        return self.sde_window.range or (0, last)
+        low, high = self.sde_window.range or (0, last)
+        return low, high
 
     @property
     def window_size(self) -> int:
@@ -181,7 +182,7 @@ class OptimizerConfig(StrictModel):
     """Decay of the learning rate over the run, after the warm-up."""
     final_fraction: Fraction = 0.1
     """Learning rate at the end of a cosine decay, as a fraction of the peak."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """AdamW's moment decays."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's denominator offset."""
@@ -210,9 +211,9 @@ class EvaluationConfig(StrictModel):
     """Seed of the fixed initial noise: the same for every evaluation of every run."""
     num_prompts: Annotated[int, Field(ge=0)] = 0
     """Use only the first so many prompts; 0 = all."""
-    weights: tuple[Literal["raw", "ema"], ...] = ("ema", "raw")
+    weights: Annotated[list[Literal["raw", "ema"]], Field(min_length=1)] = ["ema", "raw"]
     """Which weights are evaluated; the first is the headline."""
-    readers: tuple[AnyReward, ...] = ()
+    readers: list[AnyReward] = []
     """Scorers of the evaluation; name at least one that is not a training reward."""
     diversity_prompts: Annotated[int, Field(ge=0)] = 8
     """Prompts for the diversity measure; 0 = none."""
@@ -302,7 +303,7 @@ class RolloutSpec(StrictModel):
 class RewardSpec(StrictModel):
     """All that decides the scores."""
 
-    rewards: tuple[AnyReward, ...]
+    rewards: list[AnyReward]
 
 
 class AdvantageSpec(StrictModel):
@@ -347,7 +348,7 @@ class RunConfig(StrictModel):
     """Iterations: rollout -> reward -> advantage -> update."""
     policy: AnyPolicy
     algorithm: AnyAlgorithm
-    rewards: Annotated[tuple[AnyReward, ...], Field(min_length=1)]
+    rewards: Annotated[list[AnyReward], Field(min_length=1)]
     prompts: PromptsConfig
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

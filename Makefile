@@ -1,0 +1,47 @@
+# Every command makes what it needs; each is fast the second time.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.installed
+RUN     = $(BIN)/pyflyte run workflows/flowgrpo.py flowgrpo
+
+.PHONY: demo smoke test test-slow lint ui pretrain demo-study env clean help
+
+help:            ## Show this list
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+env: $(STAMP)    ## Make the environment from requirements.lock
+
+$(STAMP): requirements.lock
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "flowmill needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	touch $@
+
+demo: env        ## Train the embedded model with RL and print accuracy before and after
+	$(RUN) --recipe demo
+
+smoke: env       ## Run two small iterations of everything
+	$(RUN) --recipe smoke
+
+test: env        ## Run the default tests
+	$(BIN)/python -m pytest -n 2
+
+test-slow: env   ## Run the slow tests too (minutes; the browser test needs Chromium)
+	$(BIN)/python -m pytest -n 2 -m 'slow or not (gpu or cluster)'
+
+lint: env        ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+ui: env          ## Open MLflow on http://127.0.0.1:5000
+	$(BIN)/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db} --port 5000
+
+pretrain: env    ## Make the embedded checkpoint again
+	$(BIN)/python -m tasks.policies._pretrain_tiny_text --out tasks/policies/assets/tiny_text.safetensors
+
+demo-study: env  ## The demo on three seeds with its controls (an hour)
+	$(BIN)/python -m workflows.study
+
+clean:           ## Remove the environment, the local store and MLflow's files
+	rm -rf $(VENV) .flowmill mlflow.db mlartifacts mlruns

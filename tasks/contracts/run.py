@@ -1,0 +1,64 @@
+"""What one training run carries from task to task: its identity and each stage's part of the recipe."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from tasks.contracts.config import (
+    AdvantageSpec,
+    EvaluateSpec,
+    RetentionConfig,
+    RewardSpec,
+    RolloutSpec,
+    RunConfig,
+    StrictModel,
+    Topology,
+    TrackingConfig,
+    UpdateSpec,
+    digest_of,
+)
+from tasks.contracts.refs import PolicyRef
+
+
+class RunPlan(StrictModel):
+    """A validated run, ready for the stages."""
+
+    name: str
+    run_key: str
+    """Digest of what decides the run's weights; an interrupted or lengthened run has the same one and continues."""
+    run_id: str
+    """MLflow run."""
+    scope: str
+    """Store id and run key: the cache of a wiped store, or of another run, is never hit."""
+    store_uri: str
+    iterations: Annotated[int, Field(ge=1)]
+    evaluation_iterations: list[int]
+    rollout: RolloutSpec
+    reward: RewardSpec
+    advantage: AdvantageSpec
+    update: UpdateSpec
+    evaluate: EvaluateSpec
+    topology: Topology
+    retention: RetentionConfig
+    tracking: TrackingConfig
+
+
+class RunSummary(StrictModel):
+    """What a finished run leaves behind."""
+
+    name: str
+    run_id: str
+    policy: PolicyRef
+    before: dict[str, float]
+    """Headline numbers before training."""
+    after: dict[str, float]
+    """Headline numbers after it."""
+    report: str
+    """Where the before/after picture lies."""
+
+
+def run_key_of(config: RunConfig, prompts_digest: str, base_digest: str) -> str:
+    """Digest of everything that decides the weights of each iteration, contents of files included."""
+    specs = (config.rollout_spec(), config.reward_spec(), config.advantage_spec(), config.update_spec())
+    return digest_of({"prompts": prompts_digest, "base": base_digest,
+                      **{type(spec).__name__: spec.model_dump(mode="json") for spec in specs}})

@@ -1,0 +1,260 @@
+"""MLflow: one run a training, found again by its tag, written without an active run.
+
+In: numbers of each iteration, evaluations, pictures. Out: MLflow; or, while it cannot be reached, the store's spool,
+which the next call sends. A number's time stamp is the time its stage ended, so sending twice changes nothing.
+"""
+
+import json
+import logging
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tasks.contracts.config import ROOT, RunConfig
+from tasks.contracts.errors import FlowmillError
+from tasks.contracts.refs import PolicyRef
+from tasks.store import Store
+
+log = logging.getLogger("flowmill.metrics")
+EXECUTION_TAG = "flyte.execution_id"
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "flytekit", "mlflow", "onnxruntime", "numpy")
+
+
+class TrackingError(FlowmillError):
+    """MLflow cannot be used."""
+
+
+def tracking_uri() -> str:
+    """The environment's MLFLOW_TRACKING_URI, else a sqlite file in the project folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{ROOT / 'mlflow.db'}"
+
+
+def client() -> Any:
+    """An MLflow client that gives up quickly: a server that is down must not hold training up for minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    from mlflow import MlflowClient
+
+    # Schema set-up of a new sqlite file logs dozens of lines a person has no use for.
+    for name in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri())
+
+
+def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
+    """The run of an execution: found by its tag, else created, so that a retry opens no second one.
+
+    Raises:
+        TrackingError: MLflow cannot be reached.
+    """
+    from mlflow.entities import RunStatus
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client()
+    try:
+        experiment = _experiment(mlflow, config.tracking.experiment)
+        found = mlflow.search_runs([experiment], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
+        if found:
+            mlflow.update_run(found[0].info.run_id, RunStatus.to_string(RunStatus.RUNNING))
+            return found[0].info.run_id
+        run = mlflow.create_run(experiment, run_name=config.name, tags={
+            EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
+        run_id = run.info.run_id
+        parameters = {**config.flat(), **{f"version.{name}": _version(name) for name in _PACKAGES},
+                      "version.python": platform.python_version(), "git_commit": git_commit(), "run_key": run_key}
+        _log_parameters(mlflow, run_id, parameters)
+        return run_id
+    except (MlflowException, OSError) as error:
+        raise TrackingError(f"MLflow at {tracking_uri()} cannot be used: {_first_line(error)}. Start it, or unset "
+                            "MLFLOW_TRACKING_URI to write to a file; nothing was run.") from error
+
+
+def _experiment(mlflow: Any, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = mlflow.get_experiment_by_name(name)
+    if found is not None:
+        return found.experiment_id
+    local = tracking_uri().startswith("sqlite:")
+    folder = Path(tracking_uri().removeprefix("sqlite:///")).parent / "mlartifacts" / name if local else None
+    try:
+        return mlflow.create_experiment(name, artifact_location=folder.as_uri() if folder else None)
+    except MlflowException:  # another run made it a moment ago
+        found = mlflow.get_experiment_by_name(name)
+        if found is None:
+            raise
+        return found.experiment_id
+
+
+def _log_parameters(mlflow: Any, run_id: str, parameters: Mapping[str, str]) -> None:
+    from mlflow.entities import Param
+
+    items = [Param(key, str(value)[:6000]) for key, value in sorted(parameters.items())]
+    for start in range(0, len(items), 100):
+        mlflow.log_batch(run_id, params=items[start : start + 100])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def git_commit() -> str:
+    """Commit of the project folder, or of the image (baked in as the file COMMIT), or 'unknown'."""
+    baked = ROOT / "COMMIT"
+    if baked.exists():
+        return baked.read_text().strip()
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+class Recorder:
+    """Writes one run's numbers; what MLflow cannot take now waits in the store's spool.
+
+    Raises nothing when MLflow is down: a training is worth more than its curve.
+    """
+
+    def __init__(self, run_id: str, store: Store) -> None:
+        self.run_id = run_id
+        self.store = store
+        self._spool = f"spool/mlflow/{run_id}"
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp_ms: int) -> None:
+        """Send numbers of one step, after whatever was spooled before."""
+        entry = {"metrics": dict(metrics), "step": step, "timestamp_ms": timestamp_ms}
+        self._send_or_spool(f"{step:08d}-{timestamp_ms}.json", json.dumps(entry).encode())
+
+    def log_picture(self, key: str, step: int, timestamp_ms: int, png: bytes) -> None:
+        """Send a picture of one step; MLflow shows those of one key as a grid by step."""
+        self._send_or_spool(f"{step:08d}-{timestamp_ms}-{key}.png", png)
+
+    def flush(self) -> bool:
+        """Send what is spooled, oldest first; False if MLflow is still down."""
+        return self._attempt(self._flush)
+
+    def _send_or_spool(self, name: str, data: bytes) -> None:
+        def send() -> None:
+            self._flush()
+            self._send(name, data)
+
+        if not self._attempt(send):
+            self.store.write_bytes(f"{self._spool}/{name}", data)
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            action()
+        except (MlflowException, OSError) as error:
+            log.warning("MLflow at %s cannot be reached (%s); the numbers wait in the store and are sent later",
+                        tracking_uri(), _first_line(error))
+            return False
+        return True
+
+    def _flush(self) -> None:
+        for path in sorted(self.store.list(self._spool)):
+            data = self.store.read_bytes(path)
+            if data is not None:
+                self._send(path.rsplit("/", 1)[-1], data)
+            self.store.delete(path)
+
+    def _send(self, name: str, data: bytes) -> None:
+        from mlflow.entities import Metric
+
+        mlflow = client()
+        if name.endswith(".json"):
+            entry = json.loads(data)
+            metrics = [Metric(_safe(key), value, entry["timestamp_ms"], entry["step"])
+                       for key, value in sorted(entry["metrics"].items()) if value == value]
+            for start in range(0, len(metrics), 1000):
+                mlflow.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+            return
+        import io
+
+        from PIL import Image
+
+        step, timestamp, key = name.removesuffix(".png").split("-", 2)
+        mlflow.log_image(self.run_id, Image.open(io.BytesIO(data)), key=key, step=int(step), timestamp=int(timestamp),
+                         synchronous=True)
+
+
+def log_file(run_id: str, name: str, data: bytes, folder: str = "") -> None:
+    """Store one file as an artifact of the run."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / name
+        path.write_bytes(data)
+        client().log_artifact(run_id, str(path), folder or None)
+
+
+def log_policy(run_id: str, policy: PolicyRef, store: Store, register_as: str, numbers: Mapping[str, float]) -> None:
+    """Store the trained weights as the artifact ``policy``: averaged ones (``ema``) and raw, with their reference.
+
+    With `register_as`, also a version of that registered model; alias ``best`` goes to the version with the highest
+    first ``exact_match`` (or first number there is) measured so far.
+    """
+    assert policy.weights is not None
+    for name in ("ema", "raw"):
+        log_file(run_id, f"{name}.safetensors", store.load_bytes(policy.weights, f"{name}.safetensors"), "policy")
+    log_file(run_id, "policy.json", policy.model_dump_json(indent=1).encode(), "policy")
+    if register_as:
+        measure = next((name for name in numbers if name.endswith("exact_match")), next(iter(numbers), ""))
+        _register(run_id, register_as, measure, numbers.get(measure, float("nan")))
+
+
+def _register(run_id: str, name: str, measure: str, value: float) -> None:
+    from mlflow.exceptions import MlflowException
+
+    mlflow = client()
+    try:
+        mlflow.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    mine = next((item for item in mlflow.search_model_versions(f"name = '{name}'") if item.run_id == run_id), None)
+    if mine is None:
+        source = f"{mlflow.get_run(run_id).info.artifact_uri}/policy"
+        mine = mlflow.create_model_version(name, source, run_id, tags={"measure": measure, "value": repr(value)})
+    try:
+        best = mlflow.get_model_version_by_alias(name, "best")
+        better = best.tags.get("measure") != measure or value > float(best.tags["value"])
+    except MlflowException:
+        better = True
+    if better:
+        mlflow.set_registered_model_alias(name, "best", mine.version)
+
+
+def finish(run_id: str, status: str) -> None:
+    """End the run: FINISHED, FAILED or KILLED. Set once; a run that has ended keeps its status."""
+    mlflow = client()
+    if mlflow.get_run(run_id).info.status == "RUNNING":
+        mlflow.set_terminated(run_id, status)
+
+
+def find_run(experiment: str, execution_id: str) -> str | None:
+    """Run id of an execution, or None."""
+    mlflow = client()
+    found = mlflow.get_experiment_by_name(experiment)
+    if found is None:
+        return None
+    runs = mlflow.search_runs([found.experiment_id], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
+    return runs[0].info.run_id if runs else None
+
+
+def _safe(name: str) -> str:
+    """MLflow allows letters, digits, and `_-./ :` in metric names."""
+    return "".join(character if character.isalnum() or character in "_-./ :" else "_" for character in name)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}" if str(error) else type(error).__name__

@@ -1,0 +1,194 @@
+"""The tasks around the stages: plan a run, record its iterations and evaluations, finish or fail it.
+
+They are never cached: their effect is their purpose. Each can run twice without harm.
+"""
+
+import json
+import os
+from datetime import UTC, datetime
+
+from flytekit import task
+from flytekit.types.error import FlyteError
+
+from tasks import metrics, pictures
+from tasks.contracts.config import RunConfig, load_recipe
+from tasks.contracts.errors import FlowmillError
+from tasks.contracts.refs import AdvantageRef, EvaluationRef, PolicyRef, RewardRef, TrajectoryRef
+from tasks.contracts.run import RunPlan, RunSummary, run_key_of
+from tasks.eval import headline, load_media
+from tasks.prompts import read_prompts
+from tasks.resources import registered_topology, uncached_task_options
+from tasks.runtime import load_policy
+from tasks.store import Store, open_store
+
+UNSCHEDULED = datetime(1970, 1, 1, tzinfo=UTC)
+"""`kickoff_time` of a run that no schedule started."""
+_OPTIONS = uncached_task_options(registered_topology().update)
+
+
+def configure(recipe: str, overrides: str, kickoff_time: datetime) -> RunConfig:
+    """The run's config. A scheduled run draws its seed from its kickoff time: fixed inputs, yet a new run."""
+    config = load_recipe(recipe, overrides)
+    if kickoff_time.timestamp() > 0:
+        from tasks.sde import derive_seed
+
+        seed = derive_seed(config.seed, int(kickoff_time.timestamp()), 0, "kickoff")
+        config = config.model_copy(update={"seed": seed, "name": f"{config.name} {kickoff_time:%Y-%m-%d %H:%M}"})
+    return config
+
+
+def identify(config: RunConfig) -> tuple[str, str]:
+    """(run key, execution id). On a cluster the id is the execution's own; locally the same inputs are the same run."""
+    base = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
+    run_key = run_key_of(config, read_prompts(config.prompts.train).digest, base.base_digest)
+    return run_key, os.environ.get("FLYTE_INTERNAL_EXECUTION_ID") or f"local-{run_key[:16]}"
+
+
+@task(**_OPTIONS)
+def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
+    """Validate everything a run needs before it costs time: recipe, prompts, checkpoint, store, MLflow."""
+    config = configure(recipe, overrides, kickoff_time)
+    prompts = {path: read_prompts(path) for path in (config.prompts.train, config.prompts.evaluate)}
+    policy = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
+    for file in prompts.values():
+        policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
+    store = open_store()
+    run_key, execution_id = identify(config)
+    run_id = metrics.ensure_run(config, execution_id, run_key)
+    sampling, points = config.sampling, config.evaluation_iterations()
+    print(f"{config.name}: {config.iterations} iterations of {sampling.num_groups} prompts x {sampling.group_size} "
+          f"samples, {sampling.window_size} trained steps of {sampling.num_inference_steps}, "
+          f"{config.optimizer.updates_per_rollout} optimiser steps each; evaluations after {points}\n"
+          f"store {store.uri}, MLflow {metrics.tracking_uri()} run {run_id}", flush=True)
+    return RunPlan(
+        name=config.name, run_key=run_key, run_id=run_id, scope=f"{store.id}-{run_key[:16]}", store_uri=store.uri,
+        iterations=config.iterations, evaluation_iterations=points, rollout=config.rollout_spec(),
+        reward=config.reward_spec(), advantage=config.advantage_spec(), update=config.update_spec(),
+        evaluate=config.evaluate_spec(), topology=config.topology, retention=config.retention,
+        tracking=config.tracking)
+
+
+def base_policy(run: RunPlan) -> PolicyRef:
+    """The policy before training."""
+    policy = load_policy(run.update.policy, run.update.seed, run.update.dtype).policy
+    return PolicyRef(base_digest=policy.base_digest)
+
+
+def _record_path(run_key: str, number: int) -> str:
+    return f"runs/{run_key}/iterations/{number:06d}.json"
+
+
+def recorded_policies(store: Store, run: RunPlan) -> dict[int, PolicyRef]:
+    """Iteration -> policy of the iterations this run has finished and recorded, in an earlier try."""
+    found = {}
+    for path in store.list(f"runs/{run.run_key}/iterations"):
+        number, data = int(path.rsplit("/", 1)[-1].removesuffix(".json")), store.read_bytes(path)
+        if data is not None and number <= run.iterations:
+            found[number] = PolicyRef.model_validate(json.loads(data)["policy"])
+    return found
+
+
+@task(**_OPTIONS)
+def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: RewardRef, advantages: AdvantageRef,
+           policy: PolicyRef) -> int:
+    """Write an iteration's numbers to MLflow, note it as finished, and drop data that is no longer needed."""
+    assert policy.weights is not None
+    assert policy.state is not None
+    store = open_store(run.store_uri)
+    manifests = {name: store.manifest(ref) for name, ref in (
+        ("rollout", trajectories), ("reward", rewards), ("advantage", advantages), ("update", policy.weights))}
+    numbers: dict[str, float] = {}
+    for name, manifest in manifests.items():
+        numbers |= manifest.stats.get("metrics", {})
+        numbers[f"time/{name}_s"] = manifest.stats["seconds"]
+    busy = sum(manifest.stats["seconds"] for manifest in manifests.values())
+    computing = sum(manifest.stats.get("compute_seconds", 0.0) for manifest in manifests.values())
+    ended = manifests["update"].created_s
+    numbers["time/samples_per_s"] = trajectories.count / busy
+    earlier = store.read_bytes(_record_path(run.run_key, number - 1))
+    if earlier is not None:
+        wall = ended - json.loads(earlier)["ended_s"]
+        # An iteration between two tries of a run, or with an evaluation in it, says nothing about overhead.
+        if busy <= wall < 2 * busy + 1:
+            numbers |= {"time/iteration_s": wall, "time/overhead_fraction": 1 - computing / wall}
+    metrics.Recorder(run.run_id, store).log(numbers, number, int(ended * 1000))
+    artifacts = [(ref.kind, ref.key) for ref in (trajectories, rewards, advantages, policy.weights, policy.state)]
+    store.write_bytes(_record_path(run.run_key, number), json.dumps({
+        "policy": policy.model_dump(mode="json"), "ended_s": ended, "artifacts": artifacts}).encode())
+    _prune(store, run, number - run.retention.keep_iterations)
+    reward_mean = numbers.get("reward/total/mean", float("nan"))
+    print(f"iteration {number}/{run.iterations}  reward {reward_mean:.4f}  "
+          + "  ".join(f"{key.split('/')[-2]} {numbers[key]:.3f}" for key in sorted(numbers)
+                      if key.startswith("reward/") and key.endswith("exact_match/mean"))
+          + f"  gap {numbers.get('update/first/log_prob_gap/max', float('nan')):.1e}"
+          + f"  {busy:.1f} s", flush=True)
+    return number
+
+
+def _prune(store: Store, run: RunPlan, number: int) -> None:
+    """Drop the data of iteration `number`; its manifests and record stay. Evaluated policies keep their weights."""
+    data = store.read_bytes(_record_path(run.run_key, number)) if number >= 1 else None
+    if data is None:
+        return
+    for kind, key in json.loads(data)["artifacts"]:
+        if kind != "policies" or number not in run.evaluation_iterations:
+            store.drop_data(kind, key)
+
+
+@task(**_OPTIONS)
+def record_evaluation(run: RunPlan, evaluation: EvaluationRef) -> int:
+    """Write an evaluation's numbers and its image grid to MLflow."""
+    store = open_store(run.store_uri)
+    manifest = store.manifest(evaluation)
+    step, timestamp = manifest.meta["step"], int(manifest.created_s * 1000)
+    numbers = {f"eval/{variant}/{name}": value for variant, values in manifest.meta["numbers"].items()
+               for name, value in values.items()}
+    recorder = metrics.Recorder(run.run_id, store)
+    recorder.log(numbers, step, timestamp)
+    if "grid.png" in manifest.files:
+        recorder.log_picture("samples", step, timestamp, store.load_bytes(evaluation, "grid.png"))
+    shown = {name: value for name, value in headline(manifest.meta).items() if name.endswith("exact_match")}
+    print(f"evaluation after {step} iterations: "
+          + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
+    return step
+
+
+@task(**_OPTIONS)
+def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) -> RunSummary:
+    """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED."""
+    store = open_store(run.store_uri)
+    metas = [store.manifest(ref).meta for ref in evaluations]
+    before, after = headline(metas[0]), headline(metas[-1])
+    summary = RunSummary(name=run.name, run_id=run.run_id, policy=policy, before=before, after=after, report="")
+    media = [load_media(store, ref) for ref in (evaluations[0], evaluations[-1])]
+    path = f"runs/{run.run_key}/before_after.png"
+    if all(item.kind == "image" for item in media):
+        every = max(1, len(media[0]) // 32)
+        store.write_bytes(path, pictures.before_after(
+            media[0].pixels[::every], media[1].pixels[::every], "before", f"after {policy.step} iterations"))
+        summary = summary.model_copy(update={"report": f"{store.uri}/{path}"})
+    recorder = metrics.Recorder(run.run_id, store)
+    if recorder.flush():
+        picture = store.read_bytes(path)
+        if picture is not None:
+            metrics.log_file(run.run_id, "before_after.png", picture)
+        if policy.weights is not None:
+            metrics.log_policy(run.run_id, policy, store, run.tracking.register_as, after)
+        metrics.finish(run.run_id, "FINISHED")
+    store.write_bytes(f"runs/{run.run_key}/summary.json", summary.model_dump_json(indent=1).encode())
+    for name in sorted(set(before) & set(after)):
+        print(f"{name:32s} before {before[name]:.4f}   after {after[name]:.4f}   change {after[name] - before[name]:+.4f}")
+    print(f"picture: {summary.report}\nrun: {run.run_id} at {metrics.tracking_uri()}  (make ui opens MLflow)", flush=True)
+    return summary
+
+
+@task(**_OPTIONS)
+def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | None = None) -> None:
+    """Mark the run FAILED in MLflow; called by Flyte when any task of the workflow has failed for good."""
+    try:
+        config = configure(recipe, overrides, kickoff_time)
+        run_id = metrics.find_run(config.tracking.experiment, identify(config)[1])
+    except (FlowmillError, OSError):
+        return  # the run failed before it had a plan, so there is no MLflow run to mark
+    if run_id is not None:
+        metrics.finish(run_id, "FAILED")
