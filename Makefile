@@ -32,7 +32,7 @@ test-slow: env   ## Run the slow tests too (minutes; the browser test needs Chro
 
 lint: env        ## Check style and types
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ui: env          ## Open MLflow on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db} --port 5000

@@ -1,1 +1,1 @@
-"""How each stage works: rollout -> reward -> advantage -> update -> eval, each a plain function and a thin Flyte task."""
+"""How each stage works: rollout -> reward -> advantage -> update -> eval, a plain function and a thin task each."""

@@ -1,6 +1,6 @@
 """Stage 5: policy -> numbers a person can compare. Next: nothing; the numbers go to MLflow and the Deck.
 
-Fixed prompts that training never sees, fixed noise, ODE sampling, its own steps and guidance: two evaluations of any two
+Fixed prompts that training never sees, fixed noise, ODE sampling, its own steps and guidance: evaluations of any two
 runs are paired sample by sample. Every number is stored with the protocol it was measured under.
 """
 

@@ -1,4 +1,4 @@
-"""Plugins by module name: a policy, algorithm or reward is one file on its axis, and the file's name is its config name."""
+"""Plugins by module name: a policy, algorithm or reward is one file on its axis, named as it is in a recipe."""
 
 import importlib
 import pkgutil

@@ -33,11 +33,12 @@ def read_prompts(path: str) -> Prompts:
     """Read a prompts file, `.txt` (a prompt a line) or `.jsonl` (`{"prompt": ..., "metadata": {...}}` a line).
 
     Raises:
-        ConfigError: missing, unreadable, truncated (no newline at the end), empty, or a line without a prompt.
+        ConfigError: missing, unreadable, truncated (no newline at the end), empty, a line without a prompt, or
+            metadata that is not a mapping.
     """
     file = Path(path) if Path(path).is_absolute() else ROOT / path
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts file {path}: cannot be read ({error}). Set prompts.train and prompts.evaluate to "
                           "UTF-8 text files.") from None
@@ -47,7 +48,8 @@ def read_prompts(path: str) -> Prompts:
         raise ConfigError(f"prompts file {path} does not end with a newline: it was probably truncated after "
                           f"{text[text.rfind(chr(10)) + 1:][:60]!r}. Copy it again, or end its last line.")
     texts, metadata = [], []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): it also splits at U+2028 and friends, which JSON strings may hold as they are.
+    for number, line in enumerate(text[:-1].split("\n"), start=1):
         entry: Any = {"prompt": line.strip()}
         if file.suffix == ".jsonl":
             try:
@@ -58,6 +60,9 @@ def read_prompts(path: str) -> Prompts:
         if not isinstance(prompt, str) or not prompt.strip():
             raise ConfigError(f"prompts file {path}, line {number}: the prompt is empty. Remove the line: an empty "
                               "prompt has nothing to be rewarded for.")
+        if not isinstance(entry.get("metadata", {}), dict):
+            raise ConfigError(f"prompts file {path}, line {number}: metadata is {entry['metadata']!r}, expected a "
+                              "mapping such as {\"target\": \"7K\"}.")
         texts.append(prompt.strip())
         metadata.append(entry.get("metadata", {}))
     return Prompts(tuple(texts), tuple(metadata))

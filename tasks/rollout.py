@@ -151,13 +151,15 @@ def rollout_metrics(batch: TrajectoryBatch) -> dict[str, float]:
 
 def roll_out(spec: RolloutSpec, policy: PolicyRef, iteration: int, store: Store, role: RoleConfig) -> TrajectoryRef:
     """Draw the trajectories of an iteration (from 1), or find them already made."""
+    drawing = policy.state if spec.sampling.weights == "old" else policy.weights
     key = digest_of({"stage": f"rollout/{VERSION}", "spec": spec.model_dump(mode="json"), "iteration": iteration,
-                     "prompts": read_prompts(spec.prompts).digest, "base": policy.base_digest, "weights": policy.weights.digest if policy.weights else ""})
+                     "prompts": read_prompts(spec.prompts).digest, "base": policy.base_digest,
+                     "weights": drawing.digest if drawing else ""})
     if (made := store.find("trajectories", key)) and store.has_data(made):
         return made.ref(TrajectoryRef)
     started = time.perf_counter()
     with session(spec.runtime, role) as run:
-        loaded = run.policy(spec.policy, policy, store, spec.seed, spec.dtype)
+        loaded = run.policy(spec.policy, policy, store, spec.seed, spec.dtype, spec.sampling.weights)
         computing = time.perf_counter()
         batch = draw_trajectories(spec, loaded, iteration, run)
         computed = time.perf_counter() - computing

@@ -69,14 +69,15 @@ class Session:
         """The policy of `ref`, loaded once and kept for the next task of this process.
 
         Args:
-            variant: ``raw`` or ``ema`` weights.
+            variant: ``raw``, ``ema`` or ``old`` weights.
 
         Raises:
             CheckpointError: the base checkpoint is not the one the reference was trained from.
         """
         loaded = load_policy(config, seed, dtype)
         check_base(loaded, ref)
-        wanted = f"{ref.weights.digest}/{variant}" if ref.weights else ""
+        source = ref.state if variant == "old" else ref.weights
+        wanted = f"{source.digest}/{variant}" if source else ""
         if loaded.holds != wanted:
             loaded.holds = "unknown"
             base.set_weights(loaded.policy, load_weights(store, ref, variant) if ref.weights else loaded.initial)
@@ -111,9 +112,10 @@ def check_base(loaded: LoadedPolicy, ref: PolicyRef) -> None:
 
 
 def load_weights(store: Store, ref: PolicyRef, variant: str) -> dict[str, dict[str, Any]]:
-    """Component -> name -> tensor of a stored policy's ``raw`` or ``ema`` weights."""
+    """Component -> name -> tensor of a stored policy's ``raw``, ``ema`` or (from its train state) ``old`` weights."""
     assert ref.weights is not None
-    return unflatten(store.load(ref.weights, variant))
+    assert ref.state is not None
+    return unflatten(store.load(ref.state if variant == "old" else ref.weights, variant))
 
 
 def flatten(weights: base.Weights) -> dict[str, Any]:
@@ -136,9 +138,12 @@ def session(runtime: RuntimeConfig, role: RoleConfig) -> Iterator[Session]:
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
     # One thread an operator: how a sum is split must not depend on the number of cores.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    # nn.MultiheadAttention's fused path runs only without gradients: rollout and update would differ in their last bits.
+    torch.backends.mha.set_fastpath_enabled(False)
     pool = ThreadPoolExecutor(role.parallelism, thread_name_prefix="lane", initializer=torch.set_num_threads,
                               initargs=(1,))
     try:
@@ -147,6 +152,7 @@ def session(runtime: RuntimeConfig, role: RoleConfig) -> Iterator[Session]:
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
 
 
 def micro_batches(count: int, size: int) -> Iterator[tuple[list[int], int]]:

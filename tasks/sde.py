@@ -315,11 +315,10 @@ def _raised(name: str, value: "Tensor") -> "Tensor":
 
 
 def _row_values(name: str, value: "float | Tensor", num_rows: int) -> list[float]:
-    shape = getattr(value, "shape", ())
-    if len(shape) == 0:
+    if isinstance(value, int | float) or value.ndim == 0:
         return [float(value)] * num_rows
-    if tuple(shape) != (num_rows,):
-        raise ValueError(f"{name} has shape {list(shape)}, expected a number or [{num_rows}], one value a row")
+    if tuple(value.shape) != (num_rows,):
+        raise ValueError(f"{name} has shape {list(value.shape)}, expected a number or [{num_rows}], one value a row")
     return [float(item) for item in value.tolist()]
 
 

@@ -46,7 +46,7 @@ def initial_state(loaded: LoadedPolicy) -> TrainState:
     import torch
 
     def clone() -> dict[str, dict[str, Any]]:
-        return {part: {name: value.clone() for name, value in values.items()} for part, values in loaded.initial.items()}
+        return _clone(loaded.initial)
 
     def zeros() -> dict[str, dict[str, Any]]:
         return {part: {name: torch.zeros_like(value) for name, value in values.items()}
@@ -83,7 +83,8 @@ class Replay:
         self.trajectories, self.advantages = trajectories, advantages
         self.size = spec.runtime.micro_batch_size
         self.seed = derive_seed(spec.seed, iteration, 0, "rows")
-        self.parameters = {part: list(values.values()) for part, values in base.trainable_parameters(loaded.policy).items()}
+        named = base.trainable_parameters(loaded.policy)
+        self.parameters = {part: list(values.values()) for part, values in named.items()}
 
     def batches(self, pairs: Any) -> list[tuple[str, Any, int]]:
         """Split pairs [R, 2] into padded micro-batches of one component each: (component, pairs [M, 2], real rows)."""
@@ -141,6 +142,8 @@ class Replay:
             total = (loss * weight).sum()
             gradients = torch.autograd.grad(total, self.parameters[part], allow_unused=True, materialize_grads=True)
             rows_metrics = {"loss": loss.detach(), **metrics}
+            if "step" in rows.extra:
+                rows_metrics["step"] = rows.extra["step"]
             return part, gradients, {name: value[:real].detach().double() for name, value in rows_metrics.items()}
 
         batches = self.batches(pairs)
@@ -192,11 +195,16 @@ def train(spec: UpdateSpec, loaded: LoadedPolicy, state: TrainState, trajectorie
         gradients, rows = replay.gradients(chosen, fixed)
         flat = [value for values in gradients.values() for value in values]
         norm = torch.sqrt(sum((value.double().square().sum() for value in flat), torch.zeros((), dtype=torch.float64)))
+        step = rows.pop("step", None)
         for name, value in rows.items():
             seen.setdefault(name, []).append(value)
             if number == 0:
                 metrics[f"update/first/{name}/mean"] = value.mean().item()
                 metrics[f"update/first/{name}/max"] = value.max().item()
+        if number == 0 and step is not None and "log_prob_gap" in rows:
+            # Before the first optimiser step this is the whole difference between rollout and training numerics.
+            for place in step.unique().tolist():
+                metrics[f"update/first/log_prob_gap/step_{int(place)}"] = rows["log_prob_gap"][step == place].max().item()
         if not (norm.isfinite() and rows["loss"].isfinite().all()):
             skipped += 1
             continue

@@ -1,4 +1,4 @@
-"""The RL run. Its algorithm, policy and rewards are chosen by the recipe; `flowgrpo` is the only entity in this file."""
+"""The RL run: its algorithm, policy and rewards are the recipe's. `flowgrpo` is the only entity in this file."""
 
 from datetime import datetime
 

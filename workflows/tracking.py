@@ -176,9 +176,11 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
             metrics.log_policy(run.run_id, policy, store, run.tracking.register_as, after)
         metrics.finish(run.run_id, "FINISHED")
     store.write_bytes(f"runs/{run.run_key}/summary.json", summary.model_dump_json(indent=1).encode())
+    print(f"{'measure':32s} {'before':>9s} {'after':>9s} {'change':>9s}")
     for name in sorted(set(before) & set(after)):
-        print(f"{name:32s} before {before[name]:.4f}   after {after[name]:.4f}   change {after[name] - before[name]:+.4f}")
-    print(f"picture: {summary.report}\nrun: {run.run_id} at {metrics.tracking_uri()}  (make ui opens MLflow)", flush=True)
+        print(f"{name:32s} {before[name]:9.4f} {after[name]:9.4f} {after[name] - before[name]:+9.4f}")
+    print(f"picture  {summary.report}\nrun      {run.run_id} at {metrics.tracking_uri()} (`make ui` opens MLflow)",
+          flush=True)
     return summary
 
 

@@ -65,12 +65,18 @@ class Config(AlgorithmConfig):
 
 
 def check(run_config: RunConfig) -> None:
-    """Refuse runs in which no advantage can differ from 0.
+    """Refuse runs that could train nothing, or on another policy's samples.
 
     Raises:
-        ValueError: group_size below 2.
+        ValueError: group_size below 2, no SDE steps, or an `old` policy, which this algorithm does not keep.
     """
-    group_size = run_config.sampling.group_size
+    sampling = run_config.sampling
+    if sampling.window_size == 0:
+        raise ValueError("algorithm 'flow_grpo' trains on SDE steps, but sampling.sde_window.size is 0: nothing would "
+                         "be trained. Leave it out for every step but the last")
+    if sampling.weights != "raw":
+        raise ValueError(f"algorithm 'flow_grpo' keeps no {sampling.weights!r} policy; set sampling.weights: raw")
+    group_size = sampling.group_size
     if group_size < 2:
         raise ValueError(f"algorithm 'flow_grpo' needs group_size >= 2, got {group_size}: with one sample a prompt "
                          "every advantage is 0")

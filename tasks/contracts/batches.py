@@ -97,8 +97,8 @@ class TrajectoryIndex:
         self._require_finite("log_probs")
 
     def _require_finite(self, label: str) -> None:
-        num_samples = len(self.sample_ids)
-        finite = getattr(self, label).isfinite().reshape(num_samples, -1).all(dim=1)
+        # flatten, not reshape(N, -1): without SDE steps there are no elements to divide by N.
+        finite = getattr(self, label).isfinite().flatten(1).all(dim=1)
         if not finite.all():
             bad = self.sample_ids[~finite][0].item()
             raise ContractError(f"{type(self).__name__}.{label}: sample {bad} is not finite. The policy diverged: "
@@ -140,7 +140,8 @@ class TrajectoryBatch(TrajectoryIndex):
         for label, values in (("prompts", self.prompts), ("metadata", self.metadata), ("media", self.media),
                               *((f"condition_refs[{key!r}]", refs) for key, refs in self.condition_refs.items())):
             if len(values) != num_samples:
-                raise ContractError(f"{name}.{label} holds {len(values)} entries, expected {num_samples}, one a sample.")
+                raise ContractError(f"{name}.{label} holds {len(values)} entries, expected {num_samples}: one a "
+                                    "sample.")
         self._require_finite("step_latents")
         self._require_finite("final_latents")
 
@@ -206,9 +207,11 @@ class AdvantageBatch:
         _shape("AdvantageBatch.valid", self.valid, [num_samples], "bool")
         per_step = [num_samples] if self.advantages.ndim == 1 else [num_samples, num_steps]
         _shape("AdvantageBatch.advantages", self.advantages, per_step, "float64")
-        if not self.advantages.isfinite().all():
-            raise ContractError("AdvantageBatch.advantages are not all finite; the algorithm's advantage rule made "
-                                "them from finite rewards, so it is at fault.")
+        for label, values in (("advantages", self.advantages), ("weights", self.weights)):
+            finite = values.isfinite().reshape(num_samples, values[:1].numel()).all(dim=1)
+            if not finite.all():
+                raise ContractError(f"AdvantageBatch.{label}: sample {self.sample_ids[~finite][0].item()} is not finite; "
+                                    "the algorithm's advantage rule made it from finite rewards, so it is at fault.")
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
@@ -89,8 +89,9 @@ AnyReward = Annotated[SerializeAsAny[RewardConfig], _as_plugin("rewards")]
 class SDEWindow(StrictModel):
     """Which denoising steps are stochastic and trained; the others are deterministic (ODE)."""
 
-    size: PositiveInt | None = None
-    """Number of consecutive SDE steps; None = every step of `range`."""
+    size: Annotated[int, Field(ge=0)] | None = None
+    """Number of consecutive SDE steps; None = every step of `range`; 0 = none, pure ODE sampling, for algorithms that
+    train on the final latents."""
     range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """First (inclusive) and last (exclusive) step the window may cover; None = all steps but the last."""
     placement: Literal["first", "random"] = "first"
@@ -122,6 +123,8 @@ class SamplingConfig(StrictModel):
     """Samples G a prompt; N = P * G."""
     share_initial_noise: bool = False
     """Members of a group start from the same noise; their step noise always differs."""
+    weights: Literal["raw", "old"] = "raw"
+    """Which weights draw: `raw` = the ones being trained; `old` = the behaviour policy that the algorithm keeps."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,7 +135,7 @@ class SamplingConfig(StrictModel):
                              f"num_inference_steps {num_steps}: need 0 <= first < last <= {num_steps}")
         if high == num_steps and not self.last_step_noise:
             raise ValueError(f"sde_window.range ends at {high}, which includes the last step {num_steps - 1}; its "
-                             "log-prob explodes as sigma goes to 0. End the range earlier, or set last_step_noise: true")
+                             "log-prob explodes as sigma goes to 0. End it earlier, or set last_step_noise: true")
         if self.sde_window.size is not None and self.sde_window.size > high - low:
             raise ValueError(f"sde_window.size {self.sde_window.size} is larger than its range [{low}, {high})")
         if self.sde_kind == "cps" and self.noise_level > 1:
@@ -154,7 +157,7 @@ class SamplingConfig(StrictModel):
     def window_size(self) -> int:
         """The number S of SDE steps of each sample."""
         low, high = self.window_range
-        return self.sde_window.size or high - low
+        return high - low if self.sde_window.size is None else self.sde_window.size
 
     @property
     def num_samples(self) -> int:
@@ -264,9 +267,13 @@ class Topology(StrictModel):
     """Role -> where it runs."""
 
     rollout: RoleConfig = RoleConfig()
+    """Stage 1."""
     reward: RoleConfig = RoleConfig(image="reward")
+    """Stages 2 and 3."""
     update: RoleConfig = RoleConfig()
+    """Stage 4."""
     evaluate: RoleConfig = RoleConfig()
+    """Stage 5."""
     pe: RoleConfig | None = None
     """Prompt enhancement; None = not used."""
     tool: RoleConfig | None = None
@@ -293,48 +300,71 @@ class RolloutSpec(StrictModel):
     """All that decides a rollout's bits."""
 
     seed: int
+    """The run's seed."""
     policy: AnyPolicy
+    """The policy that draws."""
     sampling: SamplingConfig
+    """How it draws."""
     prompts: str
+    """Prompts file."""
     runtime: RuntimeConfig
+    """How the arithmetic is done."""
     dtype: Dtype
+    """Compute type of the denoiser."""
 
 
 class RewardSpec(StrictModel):
     """All that decides the scores."""
 
     rewards: list[AnyReward]
+    """The rewards and their weights."""
 
 
 class AdvantageSpec(StrictModel):
     """All that decides the advantages."""
 
     algorithm: AnyAlgorithm
+    """Whose advantage rule is used."""
     reward_weights: dict[str, float]
+    """Reward name -> factor."""
 
 
 class UpdateSpec(StrictModel):
     """All that decides the next weights."""
 
     seed: int
+    """The run's seed."""
     iterations: int
+    """Length of the run when the learning rate decays over it; 0 when it does not matter."""
     policy: AnyPolicy
+    """The policy that is trained."""
     algorithm: AnyAlgorithm
+    """Whose loss is used."""
     optimizer: OptimizerConfig
+    """How its gradient becomes new weights."""
     runtime: RuntimeConfig
+    """How the arithmetic is done; as in the rollout."""
     dtype: Dtype
+    """Compute type of the denoiser; as in the rollout."""
 
 
 class EvaluateSpec(StrictModel):
     """All that decides an evaluation."""
 
     policy: AnyPolicy
+    """The policy that is evaluated."""
     evaluation: EvaluationConfig
+    """Steps, guidance, seed and scorers."""
     schedule: Schedule
+    """Sigma schedule; as in the rollout."""
     shift: float
+    """Its shift, dimensionless."""
     prompts: str
+    """Prompts file, never used for training."""
     runtime: RuntimeConfig
+    """How the arithmetic is done."""
     dtype: Dtype
+    """Compute type of the denoiser."""
 
 
 class RunConfig(StrictModel):
@@ -347,16 +377,27 @@ class RunConfig(StrictModel):
     iterations: Annotated[int, Field(ge=1, le=5000)] = 100
     """Iterations: rollout -> reward -> advantage -> update."""
     policy: AnyPolicy
+    """What is trained: `name` is a file of tasks/policies, the rest are its settings."""
     algorithm: AnyAlgorithm
+    """Advantage and loss: `name` is a file of tasks/algorithms."""
     rewards: Annotated[list[AnyReward], Field(min_length=1)]
+    """What is rewarded: each `name` is a file of tasks/rewards, each `weight` its factor in the sum."""
     prompts: PromptsConfig
+    """Training and evaluation prompts."""
     sampling: SamplingConfig = SamplingConfig()
+    """How rollouts are drawn."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimiser, learning rate and weight averaging."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """How often and how policies are evaluated."""
     runtime: RuntimeConfig = RuntimeConfig()
+    """How the arithmetic is done."""
     topology: Topology = Topology()
+    """Where each role runs."""
     tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
     retention: RetentionConfig = RetentionConfig()
+    """What stays in the store."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -449,7 +490,7 @@ def load_recipe(name_or_path: str, overrides: str | Sequence[str] | Mapping[str,
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(name_or_path, error)) from None
+        raise ConfigError(_explain(name_or_path, error, data)) from None
 
 
 def _read_recipe(name_or_path: str, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -479,7 +520,8 @@ def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping) and value.get("name", old.get("name")) == old.get("name"):
+        both = isinstance(old, dict) and isinstance(value, Mapping)
+        if both and value.get("name", old.get("name")) == old.get("name"):
             merged[key] = _merge(old, value)
         else:
             merged[key] = value
@@ -520,22 +562,37 @@ def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
     here[last] = value
 
 
-def _explain(source: str, error: ValidationError) -> str:
+def _known_keys(loc: Sequence[str | int], data: Any) -> list[str]:
+    """The keys that the section at `loc` of a recipe understands; a plugin's section has the plugin's own."""
+    section: Any = RunConfig
+    for depth, part in enumerate(loc):
+        data = data[part] if isinstance(data, dict | list) else None
+        field = getattr(section, "model_fields", {}).get(str(part))
+        if field is not None:
+            kinds = (field.annotation, *get_args(field.annotation))
+            section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+        axis = {"policy": "policies", "algorithm": "algorithms", "rewards": "rewards", "readers": "rewards"}.get(
+            str(loc[depth - 1] if isinstance(part, int) else part))
+        if axis and isinstance(data, dict):
+            from tasks.plugins import load
+
+            section = load(axis, data["name"]).Config
+    return list(getattr(section, "model_fields", {}))
+
+
+def _explain(source: str, error: ValidationError, data: Mapping[str, Any]) -> str:
     import difflib
 
     lines = [f"recipe {source!r} cannot run:"]
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"]) or "recipe"
         if item["type"] == "extra_forbidden":
-            section = RunConfig.model_fields
-            for part in item["loc"][:-1]:
-                field = section.get(str(part))
-                section = getattr(field.annotation, "model_fields", {}) if field else {}
-            close = difflib.get_close_matches(str(item["loc"][-1]), list(section), 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(section) or 'see the plugin'}."
+            known = _known_keys(item["loc"][:-1], data)
+            close = difflib.get_close_matches(str(item["loc"][-1]), known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}."
             lines.append(f"  {where}: unknown key (value {item['input']!r}); {hint}")
         elif item["type"] == "value_error":
-            lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ')}.")
+            lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ').rstrip('.')}.")
         else:
             lines.append(f"  {where}: got {item['input']!r}; {item['msg']}.")
     return "\n".join(lines)

@@ -75,7 +75,7 @@ class PolicyRef(StrictModel):
     """SHA-256 of the base checkpoint."""
     step: Annotated[int, Field(ge=0)] = 0
     """Iterations trained; 0 = the base."""
-    components: dict[str, ComponentRef] = {}
+    components: dict[str, ComponentRef] = Field(default_factory=dict)
     """`transformer`, `transformer_2`, `pe`: which parts were trained and how."""
     weights: WeightsRef | None = None
     """None for the base."""

@@ -88,13 +88,15 @@ class Reader:
         import numpy as np
         from torch.nn.functional import interpolate
 
+        if not len(pixels):
+            return np.zeros((0, 1, len(self._characters)), dtype=np.float32)
         height, width = pixels.shape[-2:]
         size = (_HEIGHT, max(_HEIGHT, round(_HEIGHT * width / height)))
         rows = interpolate(pixels.float() / 255, size=size, mode="bilinear", align_corners=False,
                            antialias=height > _HEIGHT).clamp(0, 1)
         inputs = (rows.flip(1) * 2 - 1).contiguous().numpy()  # the engine was trained on BGR in -1..1
         return np.concatenate([self._session.run(None, {self._input: inputs[start:start + _BATCH]})[0]
-                               for start in range(0, max(1, len(inputs)), _BATCH)])
+                               for start in range(0, len(inputs), _BATCH)])
 
     def decode(self, frames: "ndarray") -> str:
         """Greedy CTC: the best class of each frame, repeats merged, blanks removed."""
@@ -114,12 +116,13 @@ def ctc_likelihood(probabilities: "ndarray", targets: Sequence[Sequence[Sequence
         targets: For each sample, for each character, the classes that count as it (upper and lower case).
 
     P sums over all alignments (Graves et al. 2006, eq. 5-8). The forward variables are kept in range by powers of two,
-    which is exact, so a sample's bits do not depend on the batch it is in.
+    which is exact, so a sample's bits do not depend on the batch it is in; 0 where the target is over 1e300 times less
+    likely than its beginning alone (that is more than 25 characters of which the image shows no trace).
     """
     import numpy as np
 
     num_samples, num_frames = probabilities.shape[:2]
-    lengths = np.array([len(target) for target in targets])
+    lengths = np.array([len(target) for target in targets], dtype=np.int64)
     num_states = 2 * int(lengths.max(initial=0)) + 1
     emissions = np.zeros((num_samples, num_frames, num_states))
     skips = np.zeros((num_samples, num_states), dtype=bool)

@@ -193,7 +193,7 @@ class Store:
             version = raw["schema_version"]
             if version != SCHEMA_VERSION:
                 raise StoreError(f"manifest {where} has schema version {version}, this code reads {SCHEMA_VERSION}. "
-                                 "Use the flowmill that wrote it, or delete the manifest and rerun the stage that made it.")
+                                 "Use the flowmill that wrote it, or delete it and rerun the stage that made it.")
             manifest = Manifest.model_validate({**raw, "uri": self._backend.uri(_data_folder(kind, key))})
             found, expected = (manifest.kind, manifest.key, manifest.digest), (
                 kind, key, _digest(manifest.files, manifest.meta))
@@ -223,7 +223,7 @@ class Store:
         return decode(self._verified(artifact, name + _SUFFIX))
 
     def load_bytes(self, artifact: ArtifactRef | Manifest, name: str) -> bytes:
-        """Read one file as it lies in the store (tensors: ``<name>.safetensors``), verified and with errors as `load`."""
+        """Read one file as it lies in the store (tensors: ``<name>.safetensors``); verified, raises as `load`."""
         return bytes(self._verified(artifact, name))
 
     def _verified(self, artifact: ArtifactRef | Manifest, file_name: str) -> bytearray:
@@ -238,8 +238,9 @@ class Store:
         if data is None:
             raise ArtifactGoneError(
                 f"artifact {manifest.kind}/{manifest.key} is gone: {self._backend.uri(path)} does not exist, though "
-                "its manifest does. Data expires by the bucket's lifecycle rule or by retention.keep_iterations. Make it "
-                f"again: `pyflyte run --overwrite-cache ...` with the same inputs, or delete {manifest_uri} and rerun.")
+                "its manifest does. Data expires by the bucket's lifecycle rule or by retention.keep_iterations. Make "
+                f"it again: `pyflyte run --overwrite-cache ...` with the same inputs, or delete {manifest_uri} and "
+                "rerun.")
         got = hashlib.sha256(data).hexdigest()
         if got != entry.sha256:
             raise StoreError(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from urllib3 import PoolManager
 
 _log = logging.getLogger(__name__)
-_RETRY_DELAYS_S = (0.3, 0.8, 2.0)
+_RETRY_DELAYS_S = (0.3, 1.0, 2.0, 3.0)
+"""Longer than a server's restart, short enough to be watched."""
 _PREFLIGHT_S = 5.0
 _CALL_S = 1.5
 """Limit of one preflight request; a further one starts only while it still fits into `_PREFLIGHT_S`."""
@@ -84,11 +85,12 @@ class Bucket:
             raise StoreError(
                 f"FLOWMILL_S3_ENDPOINT is {self._endpoint!r}: {error}; expected http://host:port.") from None
 
-    def _call(self, doing: str, action: Callable[[], Result], delays_s: Sequence[float] = _RETRY_DELAYS_S) -> Result:
+    def _call(self, doing: str, action: Callable[[], Result], delays_s: Sequence[float] | None = None) -> Result:
         """Run `action`, again after each delay while the failure looks temporary, then raise what to do."""
         from minio.error import MinioException
         from urllib3.exceptions import HTTPError
 
+        delays_s = _RETRY_DELAYS_S if delays_s is None else delays_s
         for attempt in range(len(delays_s) + 1):
             try:
                 return action()

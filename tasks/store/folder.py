@@ -33,7 +33,7 @@ class Folder:
                     "space, lower retention.keep_iterations, or move the folder and point FLOWMILL_STORE at it; then "
                     "rerun: everything stored before is kept.") from error
             raise StoreError(f"{doing} in {self.root}: {error}. Make the folder usable for user {os.getuid()}, or "
-                             "point FLOWMILL_STORE at another one, and rerun: everything stored before is kept.") from error
+                             "point FLOWMILL_STORE at another one; then rerun.") from error
 
     def write(self, items: Sequence[tuple[str, Chunks]], delete_first: str | None = None) -> None:
         """Stage every file beside its target, then rename them in order: a full disk is met before anything changes.

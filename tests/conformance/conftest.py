@@ -26,7 +26,7 @@ def heavy_imports_of():
 
 @pytest.fixture(scope="session")
 def forbidden_names():
-    """Function: imports, names and strings by which a plugin module reaches for ranks, resources, Flyte or variables."""
+    """Function: imports, names and strings that reach for ranks, resources, Flyte or the environment."""
     def find(module):
         found = set()
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):

@@ -360,6 +360,16 @@ def test_log_prob_is_a_mean_over_elements_not_a_sum() -> None:
     assert narrow.log_prob(torch.zeros(1, 4)).item() == pytest.approx(wide.log_prob(torch.zeros(1, 4, 64)).item())
 
 
+def test_row_mean_has_one_order_of_summation_whatever_the_layout_and_number_of_rows() -> None:
+    values = batch(8, (3, 1365))
+    mean = sde._row_mean(values)
+    columns_first = values.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert not torch.equal(columns_first.mean((1, 2)), values.mean((1, 2)))  # the library's order does depend on it
+    assert torch.equal(sde._row_mean(columns_first), mean)
+    for row in range(8):
+        assert torch.equal(sde._row_mean(columns_first[row : row + 1]), mean[row : row + 1])
+
+
 def test_row_mean_of_many_elements_is_as_exact_as_fp32_allows() -> None:
     values = batch(2, (16, 65, 63)).square()
     torch.testing.assert_close(sde._row_mean(values).double(), values.double().flatten(1).mean(1), rtol=3e-7, atol=0)
