@@ -17,6 +17,7 @@ from tasks.contracts.refs import EvaluationRef, PolicyRef
 from tasks.policies.base import Policy
 from tasks.prompts import Prompts, read_prompts
 from tasks.reward import score_media
+from tasks.rollout import pairwise_distance
 from tasks.runtime import Session, micro_batches, progress, session
 from tasks.store import Store, open_store
 
@@ -47,14 +48,12 @@ def sample_ode(spec: EvaluateSpec, policy: Policy, prompts: Sequence[str], purpo
 
 def diversity_of(spec: EvaluateSpec, policy: Policy, prompts: Sequence[str], run: Session) -> float:
     """Root mean square distance, in latent units, between draws of one prompt; the mean over prompts."""
-    import torch
-
     config = spec.evaluation
     chosen = prompts[:: max(1, len(prompts) // config.diversity_prompts)][: config.diversity_prompts]
     repeated = [prompt for prompt in chosen for _ in range(config.diversity_draws)]
-    latents = sample_ode(spec, policy, repeated, "diversity", run).reshape(len(chosen), config.diversity_draws, -1)
-    squares = torch.stack([torch.pdist(draws).square().mean() for draws in latents]) / latents.shape[-1]
-    return squares.sqrt().mean().item()
+    latents = sample_ode(spec, policy, repeated, "diversity", run)
+    distances = [pairwise_distance(draws) for draws in latents.split(config.diversity_draws)]
+    return sum(distances) / len(distances)
 
 
 def measure(spec: EvaluateSpec, policy: Policy, prompts: Prompts, run: Session) -> tuple[dict[str, float], Any, Any]:

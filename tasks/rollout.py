@@ -139,14 +139,14 @@ def load_trajectories(store: Store, ref: TrajectoryRef) -> TrajectoryBatch:
 
 def rollout_metrics(batch: TrajectoryBatch) -> dict[str, float]:
     """Sample diversity: root mean square distance between members of a group, in latent units."""
-    import torch
-
-    distances = []
-    for group in batch.group_ids.unique():
-        members = batch.final_latents[batch.group_ids == group].flatten(1)
-        if len(members) > 1:
-            distances.append(torch.pdist(members).square().mean().div(members.shape[1]).sqrt().item())
+    groups = [batch.final_latents[batch.group_ids == group] for group in batch.group_ids.unique()]
+    distances = [pairwise_distance(members) for members in groups if len(members) > 1]
     return {"rollout/diversity": sum(distances) / len(distances)} if distances else {}
+
+
+def pairwise_distance(members: Any) -> float:
+    """Root mean square distance, an element, over all pairs of [G, *latent]: twice the unbiased variance, rooted."""
+    return members.flatten(1).var(0, correction=1).mean().mul(2).sqrt().item()
 
 
 def roll_out(spec: RolloutSpec, policy: PolicyRef, iteration: int, store: Store, role: RoleConfig) -> TrajectoryRef:

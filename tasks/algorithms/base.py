@@ -34,7 +34,9 @@ class Rows:
 class Algorithm(Protocol):
     """An algorithm module has ``Config`` (an `AlgorithmConfig`) and these functions.
 
-    It may also have ``check(run_config)``, which raises ValueError for combinations that cannot work.
+    It may also have ``check(run_config)``, which raises ValueError for combinations that cannot work, and
+    ``old_policy_decay(config, iteration) -> float``: the update then keeps an ``old`` policy and after each iteration
+    sets it to ``decay * old + (1 - decay) * weights``. A recipe lets it draw the rollouts: ``sampling.weights: old``.
     """
 
     Config: type[AlgorithmConfig]

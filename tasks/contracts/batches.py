@@ -19,19 +19,31 @@ class SamplingContract(StrictModel):
     """The Markov chain a trajectory was drawn from. `update` replays under exactly this and refuses another."""
 
     policy: str
+    """Name of the policy plugin."""
     base_digest: str
+    """SHA-256 of its base checkpoint."""
     latent_shape: tuple[int, ...]
+    """Shape of one sample's latents."""
     schedule: Schedule
+    """Sigma schedule."""
     shift: float
+    """Its shift, dimensionless."""
     num_inference_steps: int
+    """Denoising steps T."""
     sigmas_digest: str
     """SHA-256 of the fp64 sigma table."""
     guidance_scale: float
+    """Classifier-free guidance; 1 = off."""
     sde_kind: SDEKind
+    """Stochastic transition."""
     noise_level: float
+    """Scale of its noise, dimensionless."""
     dtype: Dtype
+    """Compute type of the denoiser."""
     kernels: str
+    """Kernel mode."""
     micro_batch_size: int
+    """Rows of every forward pass."""
 
     def require(self, other: "SamplingContract", where: str) -> None:
         """Raise unless `other` is the same contract.
@@ -210,8 +222,9 @@ class AdvantageBatch:
         for label, values in (("advantages", self.advantages), ("weights", self.weights)):
             finite = values.isfinite().reshape(num_samples, values[:1].numel()).all(dim=1)
             if not finite.all():
-                raise ContractError(f"AdvantageBatch.{label}: sample {self.sample_ids[~finite][0].item()} is not finite; "
-                                    "the algorithm's advantage rule made it from finite rewards, so it is at fault.")
+                raise ContractError(f"AdvantageBatch.{label}: sample {self.sample_ids[~finite][0].item()} is not "
+                                    "finite; the algorithm's advantage rule made it from finite rewards, so it is at "
+                                    "fault.")
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -408,7 +408,7 @@ class RunConfig(StrictModel):
         if rollout.dtype != update.dtype:
             raise ValueError(f"topology.rollout.dtype {rollout.dtype} differs from topology.update.dtype "
                              f"{update.dtype}: the ratio before the first update would not be 1")
-        if self.prompts.train == self.prompts.evaluate:
+        if (ROOT / self.prompts.train).resolve() == (ROOT / self.prompts.evaluate).resolve():
             raise ValueError(f"prompts.evaluate is the training file {self.prompts.train!r}; evaluation needs "
                              "prompts never seen in training")
         from tasks.plugins import load

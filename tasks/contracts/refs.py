@@ -11,7 +11,7 @@ SCHEMA_VERSION = 1
 
 
 class ArtifactRef(StrictModel):
-    """One stored artifact. ``digest`` is the SHA-256 over its files' names and SHA-256s."""
+    """One stored artifact. ``digest`` is the SHA-256 over its files' names and SHA-256s and its meta."""
 
     kind: str
     """Folder in the store: trajectories, rewards, advantages, policies, train_states, evaluations."""
@@ -20,9 +20,11 @@ class ArtifactRef(StrictModel):
     uri: str
     """Folder (or S3 prefix) that holds the data."""
     schema_version: int = SCHEMA_VERSION
+    """Layout of the data."""
     count: Annotated[int, Field(ge=0)]
     """Samples (or tensors, for weights)."""
     digest: str
+    """SHA-256 of the content."""
 
 
 class TrajectoryRef(ArtifactRef):
@@ -65,7 +67,9 @@ class ComponentRef(StrictModel):
     """One trained component of a policy."""
 
     format: Literal["full", "lora"]
+    """All weights, or low-rank adapters."""
     num_parameters: int
+    """Trained parameters."""
 
 
 class PolicyRef(StrictModel):

@@ -24,6 +24,7 @@ class RunPlan(StrictModel):
     """A validated run, ready for the stages."""
 
     name: str
+    """Name of the run in MLflow."""
     run_key: str
     """Digest of what decides the run's weights; an interrupted or lengthened run has the same one and continues."""
     run_id: str
@@ -31,24 +32,38 @@ class RunPlan(StrictModel):
     scope: str
     """Store id and run key: the cache of a wiped store, or of another run, is never hit."""
     store_uri: str
+    """Where artifacts lie: a folder or ``s3://bucket/prefix``."""
     iterations: Annotated[int, Field(ge=1)]
+    """Iterations of the run."""
     evaluation_iterations: list[int]
+    """Iterations after which the policy is evaluated; 0 = before training."""
     rollout: RolloutSpec
+    """Stage 1's part of the recipe."""
     reward: RewardSpec
+    """Stage 2's."""
     advantage: AdvantageSpec
+    """Stage 3's."""
     update: UpdateSpec
+    """Stage 4's."""
     evaluate: EvaluateSpec
+    """Stage 5's."""
     topology: Topology
+    """Where each role runs."""
     retention: RetentionConfig
+    """What stays in the store."""
     tracking: TrackingConfig
+    """MLflow."""
 
 
 class RunSummary(StrictModel):
     """What a finished run leaves behind."""
 
     name: str
+    """Name of the run in MLflow."""
     run_id: str
+    """MLflow run."""
     policy: PolicyRef
+    """The trained policy."""
     before: dict[str, float]
     """Headline numbers before training."""
     after: dict[str, float]

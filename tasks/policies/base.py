@@ -45,7 +45,8 @@ class Policy(Protocol):
     def velocity(self, latents: "Tensor", sigma: "Tensor", conditions: Mapping[str, "Tensor"]) -> "Tensor":
         """The velocity dx/dsigma, fp32 [M, *latent], of latents [M, *latent] at sigma [M], no guidance.
 
-        All rows belong to one component. Differentiable in the trainable parameters.
+        All rows belong to one component. Differentiable in the trainable parameters. A row's bits may depend on the
+        number of rows, never on its place among them: MKL breaks that for odd sizes, such as a linear of 5 inputs.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Text rendering, read by Tesseract: an independent second opinion for evaluations.
 
 In: images and prompts. Out: the same numbers as `ocr`, from another engine. A policy trained on one reader may learn
-that reader's mistakes; a gain that both see is a gain. Read as one line; on clean 16x32 renders 99 % are exact with the
-default characters, 97 % without a restriction. Page mode "word" reads 78 % and is not used.
+that reader's mistakes; a gain that both see is a gain. Read as one line, 98 % of 500 clean 16x32 renders are exact
+with the default characters and 97 % without a restriction; as one word, about 78 % are, so that mode is not used.
 """
 
 import threading

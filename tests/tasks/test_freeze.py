@@ -243,11 +243,13 @@ def test_a_run_of_the_old_policy_resumes_from_the_store_with_the_same_bits(tmp_p
 ], ids=["N1", "N2", "N3", "N4", "N5"])
 def test_nft_loss_equals_the_reference_vectors(beta, r, plus, minus, expected):
     nft = importlib.import_module("tasks.algorithms.nft_like")
-    clean, noise = torch.tensor([[0.2, -0.4, 1.0, 0.0]]).double(), torch.tensor([[1.0, -1.0, 0.5, 2.0]]).double()
-    old = torch.tensor([[-0.75, 0.5, 1.5, -2.0]]).double()
-    rows = nft.Rows(latents=0.4 * clean + 0.6 * noise, sigma=torch.tensor([0.6]).double(),
-                    extra={"clean": clean, "r": torch.tensor([r]).double()})
-    velocities = {"policy": old + torch.tensor([[0.1, -0.2, 0.05, 0.0]]).double(), "old": old}
+
+    def row(*values: float) -> torch.Tensor:
+        return torch.tensor([values], dtype=torch.float64)
+
+    clean, noise, old = row(0.2, -0.4, 1.0, 0.0), row(1.0, -1.0, 0.5, 2.0), row(-0.75, 0.5, 1.5, -2.0)
+    rows = nft.Rows(latents=0.4 * clean + 0.6 * noise, sigma=row(0.6)[0], extra={"clean": clean, "r": row(r)[0]})
+    velocities = {"policy": old + row(0.1, -0.2, 0.05, 0.0), "old": old}
     loss, parts = nft.loss(nft.Config(beta=beta), rows, velocities, None)
     assert parts["loss_positive"].item() == pytest.approx(plus, rel=1e-11)
     assert parts["loss_negative"].item() == pytest.approx(minus, rel=1e-11)

@@ -72,7 +72,7 @@ def test_shipped_checkpoint_says_how_it_was_made_and_is_small(policy):
     assert path.stat().st_size <= 3_000_000
     assert policy.base_digest == hashlib.sha256(path.read_bytes()).hexdigest()
     with safe_open(path, "pt") as file:
-        metadata = {name: json.loads(value) for name, value in file.metadata().items()}
+        metadata = json.loads(file.metadata()["pretraining"])
     assert metadata == json.loads(json.dumps(
         {"steps": pretraining.NUM_STEPS, "seed": pretraining.SEED, **pretraining.SETTINGS}))
 

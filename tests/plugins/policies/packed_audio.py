@@ -27,7 +27,8 @@ class PackedAudio:
         self.config = config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(6)
-            block = nn.ModuleDict({"enter": nn.Linear(CHANNELS + 1, WIDTH),
+            # An inner size of CHANNELS + 1 = 5 would not do: MKL then rounds a row by its place in the batch.
+            block = nn.ModuleDict({"enter": nn.Linear(2 * CHANNELS, WIDTH),
                                    "attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True),
                                    "leave": nn.Linear(WIDTH, CHANNELS)})
         self.components = {"transformer": block}
@@ -46,11 +47,11 @@ class PackedAudio:
         import torch
 
         block = self.components["transformer"]
-        level = sigma.float().reshape(-1, 1, 1).expand(-1, latents.shape[1], 1)
+        level = sigma.float().reshape(-1, 1, 1).expand(-1, *self.latent_shape)
         hidden = block["enter"](torch.cat([latents, level], 2))
-        context = torch.cat([conditions["prompt_token"], hidden], 1)
-        mixed, _ = block["attention"](hidden, context, context, need_weights=False)
-        return block["leave"](hidden + mixed)
+        tokens = torch.cat([conditions["prompt_token"], hidden], 1)
+        mixed, _ = block["attention"](tokens, tokens, tokens, need_weights=False)
+        return block["leave"](hidden + mixed[:, 1:])
 
     def decode(self, latents):
         return Audio(latents.flatten(1).tanh()[:, None].contiguous(), sample_rate_hz=16000)
