@@ -15,7 +15,7 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.identifier import ResourceType
-from flytekit.tools.repo import serialize
+from flytekit.tools.repo import serialize_get_control_plane_entities, serialize_load_only
 
 from tasks.contracts.config import ROOT, RoleConfig, load_recipe
 from tasks.contracts.run import RunPlan
@@ -29,16 +29,15 @@ FILE_OF = {"evaluate": "eval"}
 @pytest.fixture(scope="module")
 def registered():
     """Name -> specification of everything `pyflyte package` finds in workflows/: tasks, workflows, launch plans."""
-    settings = SerializationSettings(image_config=ImageConfig(default_image=Image("default", "example.org/flowmill", "t")),
-                                     project="p", domain="d", version="v")
-    context = FlyteContextManager.current_context().with_serialization_settings(settings)
+    image = ImageConfig(default_image=Image("default", "example.org/flowmill", "tag"))
+    settings = SerializationSettings(image_config=image, project="p", domain="d", version="v")
+    serialize_load_only(["workflows"], settings, str(ROOT))
     found = SimpleNamespace(tasks={}, workflows={}, launch_plans={})
-    with FlyteContextManager.with_context(context):
-        for entity in serialize(["workflows"], settings, str(ROOT)):
-            owner = entity if hasattr(entity, "id") else entity.template
-            kind = {ResourceType.TASK: found.tasks, ResourceType.WORKFLOW: found.workflows,
-                    ResourceType.LAUNCH_PLAN: found.launch_plans}[owner.id.resource_type]
-            kind[owner.id.name] = entity.spec if hasattr(entity, "spec") else entity.template
+    for entity in serialize_get_control_plane_entities(settings, str(ROOT)):
+        name = (entity if hasattr(entity, "spec") else entity.template).id
+        kind = {ResourceType.TASK: found.tasks, ResourceType.WORKFLOW: found.workflows,
+                ResourceType.LAUNCH_PLAN: found.launch_plans}[name.resource_type]
+        kind[name.name] = entity.spec if hasattr(entity, "spec") else entity.template
     return found
 
 
