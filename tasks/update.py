@@ -204,7 +204,8 @@ def train(spec: UpdateSpec, loaded: LoadedPolicy, state: TrainState, trajectorie
         if number == 0 and step is not None and "log_prob_gap" in rows:
             # Before the first optimiser step this is the whole difference between rollout and training numerics.
             for place in step.unique().tolist():
-                metrics[f"update/first/log_prob_gap/step_{int(place)}"] = rows["log_prob_gap"][step == place].max().item()
+                gap = rows["log_prob_gap"][step == place].max().item()
+                metrics[f"update/first/log_prob_gap/step_{int(place)}"] = gap
         if not (norm.isfinite() and rows["loss"].isfinite().all()):
             skipped += 1
             continue

@@ -1,5 +1,7 @@
 """One iteration, and the loop around it: rollout -> reward -> advantage -> update, then evaluate when it is due."""
 
+# pyright: reportReturnType=false, reportArgumentType=false
+# In a workflow's body a task call returns a promise of what its annotation says.
 from flytekit import dynamic, workflow
 
 from tasks.advantage import advantage

@@ -1,6 +1,6 @@
 """Best-of-group fine-tuning: the flow-matching loss on the best samples of each group. A baseline for every other one.
 
-In: rewards and final latents; no SDE step is needed. Out: a loss a (sample, draw), each at its own fresh time and noise.
+In: rewards and final latents; no SDE step is needed. Out: a loss a (sample, draw), each at a fresh time and noise.
 Next: update. Every sample that ties for its group's best is trained on; a group whose rewards are all equal is not.
 
 Source: the SFT baseline of yifan123/flow_grpo (reward-ranked fine-tuning).

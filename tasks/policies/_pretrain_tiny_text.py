@@ -63,11 +63,13 @@ def render(text: str, colour: str, draw: random.Random) -> "Image":
     font_file = Path(matplotlib.get_data_path(), "fonts", "ttf", draw.choice(FONTS))
     image = Image.new("RGB", (width, height), background)
     canvas = ImageDraw.Draw(image)
-    for size in range(int(height * 0.8), 0, -1):
+    size = int(height * 0.8)
+    while True:
         font = ImageFont.truetype(font_file, size)
         left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
         if right - left <= width * 0.92:
             break
+        size -= 1
     margin_x, margin_y = (width - (right - left)) / 2, (height - (bottom - top)) / 2
     canvas.text((margin_x * (1 + draw.uniform(-0.3, 0.3)) - left, margin_y * (1 + draw.uniform(-0.3, 0.3)) - top),
                 text, font=font, fill=ink)
@@ -117,8 +119,12 @@ def measure(policy: tiny_text.TinyText, split: str, reader: str = "ocr", **optio
     return {name: float(values.mean()) for name, values in parts.items()}
 
 
-def pretrain(num_steps: int, seed: int) -> Iterator[tuple[int, "nn.ModuleDict", float]]:
-    """Train; yields after every step (step, averaged weights, loss). The averaged weights change in place."""
+def pretrain(num_steps: int, seed: int, start: Path | None = None) -> Iterator[tuple[int, "nn.ModuleDict", float]]:
+    """Train; yields after every step (step, averaged weights, loss). The averaged weights change in place.
+
+    Args:
+        start: Continue from this checkpoint's weights (with a fresh optimiser) instead of from random ones.
+    """
     import copy
 
     import torch
@@ -129,10 +135,11 @@ def pretrain(num_steps: int, seed: int) -> Iterator[tuple[int, "nn.ModuleDict", 
     tokens, positions = tiny_text.token_ids(captions)
     empty_tokens, empty_positions = tiny_text.token_ids([""])
     torch.manual_seed(seed)
-    transformer, prompt_encoder = tiny_text.new_modules()
+    transformer, prompt_encoder = tiny_text.load_modules(start) if start else tiny_text.new_modules()
     model = nn.ModuleDict({"transformer": transformer, "prompt_encoder": prompt_encoder})
     average = copy.deepcopy(model).requires_grad_(False)
-    parameters, averages = list(model.parameters()), list(average.parameters())
+    parameters: list[Tensor] = list(model.parameters())
+    averages: list[Tensor] = list(average.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=settings["betas"],
                                   weight_decay=settings["weight_decay"], foreach=True)
     generator = torch.Generator().manual_seed(seed)
@@ -171,7 +178,7 @@ def main() -> None:
     """Command line: write prompts, or pretrain, report dev quality on the way and save."""
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="checkpoint to write")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--seed", type=int, default=SEED)
@@ -200,7 +207,7 @@ def main() -> None:
             report = f"step {step} loss {running:.4f} cpu {cpu_s:.0f} s"
             if options.evaluate_every:
                 policy = tiny_text.TinyText(tiny_text.Config(), weights["transformer"],
-                                            weights["prompt_encoder"], "")
+                                            weights["prompt_encoder"], "")  # type: ignore[arg-type]
                 report += f" dev {measure(policy, 'dev')}"
             print(report, flush=True)
 

@@ -92,7 +92,7 @@ def prepare_trainable(policy: Policy, seed: int) -> None:
         if policy.config.trainable == "lora":
             from peft import LoraConfig, inject_adapter_in_model
 
-            targets = list(getattr(policy.config, "lora_targets", ("to_q", "to_k", "to_v", "to_out.0")))
+            targets: list[str] = [*getattr(policy.config, "lora_targets", ("to_q", "to_k", "to_v", "to_out.0"))]
             lora = LoraConfig(r=policy.config.lora_rank, lora_alpha=policy.config.lora_alpha,
                               init_lora_weights="gaussian", target_modules=targets)
             with torch.random.fork_rng(devices=[]):

@@ -202,11 +202,16 @@ def build(config: Config, dtype: Dtype = "fp32") -> TinyText:
         CheckpointError: the file is missing, unreadable, or of another model; says which file and what to do.
     """
     path = Path(config.checkpoint) if config.checkpoint else CHECKPOINT
-    transformer, prompt_encoder = _load(path)
+    transformer, prompt_encoder = load_modules(path)
     return TinyText(config, transformer, prompt_encoder, hashlib.sha256(path.read_bytes()).hexdigest(), dtype)
 
 
-def _load(path: Path) -> tuple["nn.Module", "nn.ModuleDict"]:
+def load_modules(path: Path) -> tuple["nn.Module", "nn.ModuleDict"]:
+    """The transformer and the prompt encoder of a checkpoint.
+
+    Raises:
+        CheckpointError: as `build`.
+    """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -95,7 +95,7 @@ class Reader:
         rows = interpolate(pixels.float() / 255, size=size, mode="bilinear", align_corners=False,
                            antialias=height > _HEIGHT).clamp(0, 1)
         inputs = (rows.flip(1) * 2 - 1).contiguous().numpy()  # the engine was trained on BGR in -1..1
-        return np.concatenate([self._session.run(None, {self._input: inputs[start:start + _BATCH]})[0]
+        return np.concatenate([np.asarray(self._session.run(None, {self._input: inputs[start:start + _BATCH]})[0])
                                for start in range(0, len(inputs), _BATCH)])
 
     def decode(self, frames: "ndarray") -> str:
