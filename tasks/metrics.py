@@ -64,7 +64,11 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
         run = mlflow.create_run(experiment, run_name=config.name, tags={
             EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
         run_id = run.info.run_id
-        parameters = {**config.flat(), **{f"version.{name}": _version(name) for name in _PACKAGES},
+        sampling = config.sampling
+        derived = {"derived.samples_an_iteration": str(sampling.num_samples),
+                   "derived.trained_steps": str(sampling.window_size),
+                   "derived.optimizer_steps": str(config.iterations * config.optimizer.updates_per_rollout)}
+        parameters = {**config.flat(), **derived, **{f"version.{name}": _version(name) for name in _PACKAGES},
                       "version.python": platform.python_version(), "git_commit": git_commit(), "run_key": run_key}
         _log_parameters(mlflow, run_id, parameters)
         return run_id

@@ -53,6 +53,7 @@ def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     for file in prompts.values():
         policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
     store = open_store()
+    store.ensure_lifecycle(config.retention.trajectory_days)
     run_key, execution_id = identify(config)
     run_id = metrics.ensure_run(config, execution_id, run_key)
     sampling, points = config.sampling, config.evaluation_iterations()

@@ -104,8 +104,17 @@ class TrajectoryIndex:
         _shape(f"{name}.sde_indices", self.sde_indices, [num_samples, num_steps], "int64")
         _shape(f"{name}.step_mask", self.step_mask, [num_samples, num_steps], "bool")
         _shape(f"{name}.log_probs", self.log_probs, [num_samples, num_steps], "float32")
-        if len(self.sample_ids.unique()) != num_samples:
-            raise ContractError(f"{name}.sample_ids repeat; every sample needs its own id (and noise).")
+        ids, counts = self.sample_ids.unique(return_counts=True)
+        if len(ids) != num_samples:
+            raise ContractError(f"{name}.sample_ids repeat: {ids[counts > 1][:3].tolist()}; every sample needs its own "
+                                "id (and noise).")
+        if not ((self.sigmas.diff() < 0).all() and self.sigmas[-1] == 0):
+            raise ContractError(f"{name}.sigmas {self.sigmas.tolist()} do not fall to 0 step by step; take them from "
+                                "tasks.sde.sigma_schedule.")
+        outside = ((self.sde_indices < 0) | (self.sde_indices >= len(self.sigmas) - 1)).any(dim=1)
+        if outside.any():
+            raise ContractError(f"{name}.sde_indices: sample {self.sample_ids[outside][0].item()} has steps "
+                                f"{self.sde_indices[outside][0].tolist()}, expected 0..{len(self.sigmas) - 2}.")
         self._require_finite("log_probs")
 
     def _require_finite(self, label: str) -> None:

@@ -294,6 +294,8 @@ class RetentionConfig(StrictModel):
 
     keep_iterations: PositiveInt = 2
     """Trajectories, policies and train states of the newest so many iterations; evaluated policies are kept."""
+    trajectory_days: PositiveInt = 30
+    """S3 only: days after which the bucket's lifecycle rule expires trajectories, and nothing else."""
 
 
 class RolloutSpec(StrictModel):

@@ -1,5 +1,6 @@
 """What a policy generates, as a tagged union: images, video, audio, mesh or tokens, each with its units."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,12 +10,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _expect(owner: object, name: str, rank: int, dtype: str) -> None:
+def _expect(owner: object, name: str, shape: Sequence[int | str], dtype: str) -> None:
+    """Check a tensor: a number of `shape` must be that size, a letter may be any."""
     tensor = getattr(owner, name)
     found = str(tensor.dtype).removeprefix("torch.")
-    if tensor.ndim != rank or found != dtype:
-        raise ContractError(f"{type(owner).__name__}.{name}: got {found} {list(tensor.shape)}, expected {dtype} of "
-                            f"rank {rank}; the policy's decode() made it.")
+    good = tensor.ndim == len(shape) and all(
+        isinstance(want, str) or have == want for have, want in zip(tensor.shape, shape, strict=True))
+    if not good or found != dtype:
+        raise ContractError(f"{type(owner).__name__}.{name}: got {found} {list(tensor.shape)}, expected {dtype} "
+                            f"[{', '.join(map(str, shape))}]; the policy's decode() made it.")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Images:
     pixels: "Tensor"
 
     def __post_init__(self) -> None:
-        _expect(self, "pixels", 4, "uint8")
+        _expect(self, "pixels", ("N", 3, "H", "W"), "uint8")
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -40,7 +44,7 @@ class Video:
     fps: float
 
     def __post_init__(self) -> None:
-        _expect(self, "frames", 5, "uint8")
+        _expect(self, "frames", ("N", "F", 3, "H", "W"), "uint8")
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -55,7 +59,7 @@ class Audio:
     sample_rate_hz: int
 
     def __post_init__(self) -> None:
-        _expect(self, "samples", 3, "float32")
+        _expect(self, "samples", ("N", "C", "L"), "float32")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -70,8 +74,8 @@ class Mesh:
     faces: "Tensor"
 
     def __post_init__(self) -> None:
-        _expect(self, "vertices", 3, "float32")
-        _expect(self, "faces", 3, "int64")
+        _expect(self, "vertices", ("N", "V", 3), "float32")
+        _expect(self, "faces", (len(self.vertices), "F", 3), "int64")
 
     def __len__(self) -> int:
         return len(self.vertices)
@@ -86,7 +90,7 @@ class Tokens:
     vocabulary: str
 
     def __post_init__(self) -> None:
-        _expect(self, "ids", 2, "int64")
+        _expect(self, "ids", ("N", "L"), "int64")
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -241,7 +241,7 @@ def test_media_survive_the_store(tmp_path, kind):
 
 
 def test_an_unknown_kind_of_media_is_refused_with_those_that_exist():
-    with pytest.raises(ContractError, match="'smell'.*image, video, audio, mesh, tokens"):
+    with pytest.raises(ContractError, match=r"'smell'.*image, video, audio, mesh, tokens"):
         media_from_parts({}, {"kind": "smell"})
 
 
@@ -263,7 +263,7 @@ def test_media_of_another_rank_dtype_or_channel_count_are_refused_by_name(make, 
 
 
 def test_a_mesh_of_unequal_counts_is_refused():
-    with pytest.raises(ContractError, match=r"Mesh\.faces.*2.*expected 1"):
+    with pytest.raises(ContractError, match=r"Mesh\.faces: got int64 \[2, 1, 3\], expected int64 \[1, F, 3\]"):
         Mesh(torch.zeros(1, 4, 3), torch.zeros(2, 1, 3, dtype=torch.int64))
 
 
