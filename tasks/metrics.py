@@ -59,10 +59,11 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
         experiment = _experiment(mlflow, config.tracking.experiment)
         found = mlflow.search_runs([experiment], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
         if found:
-            mlflow.update_run(found[0].info.run_id, RunStatus.to_string(RunStatus.RUNNING))
-            return found[0].info.run_id
-        run = mlflow.create_run(experiment, run_name=config.name, tags={
-            EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
+            run = found[0]
+            mlflow.update_run(run.info.run_id, RunStatus.to_string(RunStatus.RUNNING))
+        else:
+            run = mlflow.create_run(experiment, run_name=config.name, tags={
+                EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
         run_id = run.info.run_id
         sampling = config.sampling
         derived = {"derived.samples_an_iteration": str(sampling.num_samples),
@@ -70,7 +71,7 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
                    "derived.optimizer_steps": str(config.iterations * config.optimizer.updates_per_rollout)}
         parameters = {**config.flat(), **derived, **{f"version.{name}": _version(name) for name in _PACKAGES},
                       "version.python": platform.python_version(), "git_commit": git_commit(), "run_key": run_key}
-        _log_parameters(mlflow, run_id, parameters)
+        _log_parameters(mlflow, run_id, parameters, run.data.params)
         return run_id
     except (MlflowException, OSError) as error:
         raise TrackingError(f"MLflow at {tracking_uri()} cannot be used: {_first_line(error)}. Start it, or unset "
@@ -94,12 +95,17 @@ def _experiment(mlflow: Any, name: str) -> str:
         return found.experiment_id
 
 
-def _log_parameters(mlflow: Any, run_id: str, parameters: Mapping[str, str]) -> None:
-    from mlflow.entities import Param
+def _log_parameters(mlflow: Any, run_id: str, parameters: Mapping[str, str], known: Mapping[str, str]) -> None:
+    """Log what an earlier try has not. MLflow never changes a parameter, so a changed one becomes a tag."""
+    from mlflow.entities import Param, RunTag
 
-    items = [Param(key, str(value)[:6000]) for key, value in sorted(parameters.items())]
+    wanted = {key: str(value)[:6000] for key, value in sorted(parameters.items())}
+    items = [Param(key, value) for key, value in wanted.items() if key not in known]
     for start in range(0, len(items), 100):
         mlflow.log_batch(run_id, params=items[start : start + 100])
+    changed = [RunTag(f"changed.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
+    for start in range(0, len(changed), 100):
+        mlflow.log_batch(run_id, tags=changed[start : start + 100])
 
 
 def _version(package: str) -> str:
@@ -143,17 +149,18 @@ class Recorder:
 
     def flush(self) -> bool:
         """Send what is spooled, oldest first; False if MLflow is still down."""
-        return self._attempt(self._flush)
+        return self.attempt(self._flush)
 
     def _send_or_spool(self, name: str, data: bytes) -> None:
         def send() -> None:
             self._flush()
             self._send(name, data)
 
-        if not self._attempt(send):
+        if not self.attempt(send):
             self.store.write_bytes(f"{self._spool}/{name}", data)
 
-    def _attempt(self, action: Callable[[], None]) -> bool:
+    def attempt(self, action: Callable[[], None]) -> bool:
+        """Do something with MLflow; False, after a warning, if it cannot be used."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -187,6 +194,11 @@ class Recorder:
         from PIL import Image
 
         step, timestamp, key = name.removesuffix(".png").split("-", 2)
+        # The client puts a random id in the file's name, so a second sending would show the picture twice.
+        start = f"images/{key}+step+{int(step)}+timestamp+{timestamp}+"
+        if any(item.path.startswith(start) and item.path.endswith(".webp")
+               for item in mlflow.list_artifacts(self.run_id, "images")):
+            return
         mlflow.log_image(self.run_id, Image.open(io.BytesIO(data)), key=key, step=int(step), timestamp=int(timestamp),
                          synchronous=True)
 
@@ -204,8 +216,8 @@ def log_file(run_id: str, name: str, data: bytes, folder: str = "") -> None:
 def log_policy(run_id: str, policy: PolicyRef, store: Store, register_as: str, numbers: Mapping[str, float]) -> None:
     """Store the trained weights as the artifact ``policy``: averaged ones (``ema``) and raw, with their reference.
 
-    With `register_as`, also a version of that registered model; alias ``best`` goes to the version with the highest
-    first ``exact_match`` (or first number there is) measured so far.
+    With `register_as`, also a version of that registered model; alias ``best`` moves to it if its first
+    ``exact_match`` (or first number there is) is higher than that of the version which has the alias.
     """
     assert policy.weights is not None
     for name in ("ema", "raw"):
@@ -229,12 +241,18 @@ def _register(run_id: str, name: str, measure: str, value: float) -> None:
     if mine is None:
         source = f"{mlflow.get_run(run_id).info.artifact_uri}/policy"
         mine = mlflow.create_model_version(name, source, run_id, tags={"measure": measure, "value": repr(value)})
+    else:  # the run went on: its version holds the new weights
+        mlflow.set_model_version_tag(name, mine.version, "value", repr(value))
     try:
         best = mlflow.get_model_version_by_alias(name, "best")
-        better = best.tags.get("measure") != measure or value > float(best.tags["value"])
-    except MlflowException:
-        better = True
-    if better:
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        best = None
+    if best is not None and best.tags.get("measure") != measure:
+        log.warning("version %s of %s is judged by %s, its best version by %s: they cannot be compared, so the alias "
+                    "`best` stays", mine.version, name, measure, best.tags.get("measure"))
+    elif best is None or value > float(best.tags["value"]):
         mlflow.set_registered_model_alias(name, "best", mine.version)
 
 
@@ -243,6 +261,19 @@ def finish(run_id: str, status: str) -> None:
     mlflow = client()
     if mlflow.get_run(run_id).info.status == "RUNNING":
         mlflow.set_terminated(run_id, status)
+
+
+def fail(experiment: str, execution_id: str) -> None:
+    """Mark the run of an execution FAILED, if there is one and MLflow can be reached."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run_id = find_run(experiment, execution_id)
+        if run_id is not None:
+            finish(run_id, "FAILED")
+    except (MlflowException, OSError) as error:
+        log.warning("MLflow at %s cannot be reached (%s); the run is not marked as failed", tracking_uri(),
+                    _first_line(error))
 
 
 def find_run(experiment: str, execution_id: str) -> str | None:

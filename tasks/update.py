@@ -27,7 +27,7 @@ VERSION = "1"
 """Raised when the same inputs would give other weights."""
 
 _warm_state: dict[str, TrainState] = {}
-"""The newest state, by digest: the next update of this process need not read it back."""
+"""The newest state, by its and the weights' digests: the next update of this process need not read it back."""
 
 
 def learning_rate_at(config: OptimizerConfig, iteration: int, iterations: int) -> float:
@@ -60,8 +60,10 @@ def load_state(store: Store, ref: PolicyRef, loaded: LoadedPolicy) -> TrainState
     """The state to continue from."""
     if ref.state is None or ref.weights is None:
         return initial_state(loaded)
-    if ref.state.digest in _warm_state:
-        return _warm_state[ref.state.digest]
+    # Both digests: two learning rates give the same first moments and other weights.
+    key = ref.state.digest + ref.weights.digest
+    if key in _warm_state:
+        return _warm_state[key]
     meta, moments = store.manifest(ref.state).meta, unflatten(store.load(ref.state, "moments"))
     weights = {name: unflatten(store.load(ref.weights, name)) for name in ("raw", "ema")}
     old = unflatten(store.load(ref.state, "old")) if meta["old"] else {}
@@ -320,7 +322,7 @@ def save_state(store: Store, key: str, state: TrainState, spec: UpdateSpec, base
                         meta={"iteration": state.iteration, "base_digest": base_digest, "components": components,
                               "policy": spec.policy.model_dump(mode="json")}, stats=stats)
     _warm_state.clear()
-    _warm_state[saved.digest] = state
+    _warm_state[saved.digest + weights.digest] = state
     return _policy_ref(base_digest, state.iteration, spec, weights, saved)
 
 

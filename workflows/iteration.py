@@ -34,8 +34,10 @@ def iteration(run: RunPlan, policy: PolicyRef, number: int) -> PolicyRef:
 @dynamic(**tracking._OPTIONS)
 def train(run: RunPlan) -> RunSummary:
     """Run the iterations that are not yet recorded, evaluating where the plan says; then finish the run."""
-    recorded = tracking.recorded_policies(open_store(run.store_uri), run)
+    store = open_store(run.store_uri)
+    recorded = tracking.recorded_policies(store, run)
     done = _unbroken(recorded)
+    tracking.prune(store, run, done - run.retention.keep_iterations)  # in case the last try ended in the middle of it
     policy = tracking.base_policy(run)
     evaluations = []
     for number in range(run.iterations + 1):
@@ -43,7 +45,8 @@ def train(run: RunPlan) -> RunSummary:
             policy = iteration(run=run, policy=policy, number=number)
         elif number > 0:
             policy = recorded[number]
-        if number in run.evaluation_iterations:
+        # A lengthened run has other evaluation points; a policy that was dropped since cannot be evaluated any more.
+        if number in run.evaluation_iterations and (number > done or tracking.is_kept(store, policy)):
             evaluation = evaluate(spec=run.evaluate, policy=policy, previous=list(evaluations), scope=run.scope,
                                   store_uri=run.store_uri, role=run.topology.evaluate)
             tracking.record_evaluation(run=run, evaluation=evaluation)

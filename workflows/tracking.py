@@ -5,9 +5,12 @@ They are never cached: their effect is their purpose. Each can run twice without
 
 import json
 import os
+import re
+import sys
 from datetime import UTC, datetime
 
 from flytekit import task
+from flytekit.loggers import logger
 from flytekit.types.error import FlyteError
 
 from tasks import metrics, pictures
@@ -100,7 +103,8 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
         ("rollout", trajectories), ("reward", rewards), ("advantage", advantages), ("update", policy.weights))}
     numbers: dict[str, float] = {}
     for name, manifest in manifests.items():
-        numbers |= manifest.stats.get("metrics", {})
+        # The store keeps a number that is not finite as null.
+        numbers |= {key: value for key, value in manifest.stats.get("metrics", {}).items() if value is not None}
         numbers[f"time/{name}_s"] = manifest.stats["seconds"]
     busy = sum(manifest.stats["seconds"] for manifest in manifests.values())
     computing = sum(manifest.stats.get("compute_seconds", 0.0) for manifest in manifests.values())
@@ -116,7 +120,7 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
     artifacts = [(ref.kind, ref.key) for ref in (trajectories, rewards, advantages, policy.weights, policy.state)]
     store.write_bytes(_record_path(run.run_key, number), json.dumps({
         "policy": policy.model_dump(mode="json"), "ended_s": ended, "artifacts": artifacts}).encode())
-    _prune(store, run, number - run.retention.keep_iterations)
+    prune(store, run, number - run.retention.keep_iterations)
     reward_mean = numbers.get("reward/total/mean", float("nan"))
     print(f"iteration {number}/{run.iterations}  reward {reward_mean:.4f}  "
           + "  ".join(f"{key.split('/')[-2]} {numbers[key]:.3f}" for key in sorted(numbers)
@@ -126,7 +130,12 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
     return number
 
 
-def _prune(store: Store, run: RunPlan, number: int) -> None:
+def is_kept(store: Store, policy: PolicyRef) -> bool:
+    """Whether a policy's weights are still there."""
+    return policy.weights is None or store.has_data(policy.weights)
+
+
+def prune(store: Store, run: RunPlan, number: int) -> None:
     """Drop the data of iteration `number`; its manifests and record stay. Evaluated policies keep their weights."""
     data = store.read_bytes(_record_path(run.run_key, number)) if number >= 1 else None
     if data is None:
@@ -169,13 +178,18 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
             media[0].pixels[::every], media[1].pixels[::every], "before", f"after {policy.step} iterations"))
         summary = summary.model_copy(update={"report": f"{store.uri}/{path}"})
     recorder = metrics.Recorder(run.run_id, store)
-    if recorder.flush():
+
+    def send_results() -> None:
         picture = store.read_bytes(path)
         if picture is not None:
             metrics.log_file(run.run_id, "before_after.png", picture)
         if policy.weights is not None:
             metrics.log_policy(run.run_id, policy, store, run.tracking.register_as, after)
         metrics.finish(run.run_id, "FINISHED")
+
+    if not (recorder.flush() and recorder.attempt(send_results)):
+        print(f"MLflow at {metrics.tracking_uri()} is down. The training is finished and kept; once MLflow is up, run "
+              "the same command again: it trains nothing and sends the numbers that wait.", flush=True)
     store.write_bytes(f"runs/{run.run_key}/summary.json", summary.model_dump_json(indent=1).encode())
     print(f"{'measure':32s} {'before':>9s} {'after':>9s} {'change':>9s}")
     for name in sorted(set(before) & set(after)):
@@ -188,10 +202,20 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
 @task(**_OPTIONS)
 def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | None = None) -> None:
     """Mark the run FAILED in MLflow; called by Flyte when any task of the workflow has failed for good."""
+    _shorten(sys.exception())
     try:
         config = configure(recipe, overrides, kickoff_time)
-        run_id = metrics.find_run(config.tracking.experiment, identify(config)[1])
+        metrics.fail(config.tracking.experiment, identify(config)[1])
     except (FlowmillError, OSError):
         return  # the run failed before it had a plan, so there is no MLflow run to mark
-    if run_id is not None:
-        metrics.finish(run_id, "FAILED")
+
+
+def _shorten(error: BaseException | None) -> None:
+    """In a local run, leave of an error that was raised on purpose its message only; `pyflyte -v` shows the rest.
+
+    Flyte calls `fail` while it handles the error, then raises it again and prints whatever traceback it has.
+    """
+    if isinstance(error, FlowmillError):
+        logger.info("where it was raised", exc_info=error)
+        error.args = (re.sub(r"^(Error encountered while executing '[^']*':\n  )+", "", str(error)),)
+        error.__traceback__ = error.__cause__ = None

@@ -415,6 +415,10 @@ class RunConfig(StrictModel):
                              "prompts never seen in training")
         from tasks.plugins import load
 
+        algorithm = self.algorithm.name
+        if self.sampling.weights == "old" and not hasattr(load("algorithms", algorithm), "old_policy_decay"):
+            raise ValueError(f"algorithm {algorithm!r} keeps no 'old' policy that could draw the rollouts; set "
+                             "sampling.weights: raw")
         for axis, plugin in (("policies", self.policy), ("algorithms", self.algorithm)):
             check = getattr(load(axis, plugin.name), "check", None)
             if check is not None:

@@ -286,5 +286,6 @@ def test_an_algorithm_and_a_sampler_that_do_not_fit_are_refused(config_of):
         config_of({"algorithm": {"name": "nft_like"}}, AUDIO)
     with pytest.raises(ConfigError, match=r"flow_grpo.*nothing would be trained"):
         config_of(ONE, AUDIO, sde_window={"size": 0})
-    with pytest.raises(ConfigError, match=r"flow_grpo.*keeps no 'old' policy"):
-        config_of(ONE, AUDIO, weights="old")
+    for algorithm in ("flow_grpo", "sft"):
+        with pytest.raises(ConfigError, match=f"'{algorithm}' keeps no 'old' policy"):
+            config_of({"algorithm": {"name": algorithm}}, AUDIO, weights="old")
