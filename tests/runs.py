@@ -5,6 +5,7 @@ run. A child does what `pyflyte run workflows/flowgrpo.py flowgrpo ...` does fro
 that the command itself gives the same bits. Use: `from tests.runs import launcher, new_place  # noqa: F401`.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -340,6 +341,8 @@ def _serve() -> None:
     from diffusers import SD3Transformer2DModel  # lazy imports of its own, 1.5 s
 
     assert SD3Transformer2DModel
+    gc.collect()
+    gc.freeze()  # else each child's first collection walks, and copies, the whole heap
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

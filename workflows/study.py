@@ -8,6 +8,7 @@ the `rl` arm ends with the same weights, bit for bit, as `make demo` with that s
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,31 +74,31 @@ def pretrain_on(config: RunConfig, store: Store, budget_cpu_s: float) -> PolicyR
     from tasks.update import initial_state, save_state
 
     loaded = load_policy(config.policy, config.seed, config.topology.update.dtype)
-    started, step = time.process_time(), 0
+    started = time.process_time()
     with session(config.runtime, config.topology.update):
-        for step, average, _ in pretraining.pretrain(10**9, config.seed + 1, start=pretraining.tiny_text.CHECKPOINT):
-            if time.process_time() - started > budget_cpu_s:
-                break
+        steps = pretraining.pretrain(10**9, config.seed + 1, start=pretraining.tiny_text.CHECKPOINT)
+        step, average, _ = next(item for item in steps if time.process_time() - started > budget_cpu_s)
         names = base.trainable_parameters(loaded.policy)["transformer"]
         state = dict(average["transformer"].named_parameters())
         weights = {"transformer": {name: state[name].detach().clone() for name in names}}
     zero = initial_state(loaded)
-    done = TrainState(max(step, 1), step, weights, weights, zero.exp_avg, zero.exp_avg_sq)
+    done = TrainState(step, step, weights, weights, zero.exp_avg, zero.exp_avg_sq)
     key = f"pretraining-{config.seed}-{step}"
     return save_state(store, key, done, config.update_spec(), loaded.policy.base_digest, {})
 
 
-def run_arm(arm: str, seed: int, recipe: str, overrides: str, folder: Path, budget_cpu_s: float | None) -> dict[str, Any]:
+def run_arm(arm: str, seed: int, recipe: str, overrides: str, folder: Path,
+            budget_cpu_s: float | None) -> dict[str, Any]:
     """Run one arm, or read its result; the result holds every sample's reading before and after."""
     result_file = folder / f"{arm}-{seed}.json"
     if result_file.exists():
         return json.loads(result_file.read_text())
     config = load_recipe(recipe, overrides)
-    merged = {**config.model_dump(mode="json"), "seed": seed}
-    changes = {"seed": seed, **_OVERRIDES.get(arm, {})}
+    changes: dict[str, Any] = {"seed": seed, **_OVERRIDES.get(arm, {})}
     if arm == "sft":
-        changes |= {"iterations": 100 * config.iterations}
-    config = load_recipe(recipe, [*overrides.split(), *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
+        changes["iterations"] = 5000  # its CPU-seconds end it
+    config = load_recipe(recipe, [*shlex.split(overrides),
+                                  *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
     store = open_store(str(folder / "store"))
     base = PolicyRef(base_digest=load_policy(config.policy, seed, config.topology.update.dtype).policy.base_digest)
     before = evaluate_policy(config.evaluate_spec(), base, store, config.topology.evaluate)
@@ -117,7 +118,8 @@ def run_arm(arm: str, seed: int, recipe: str, overrides: str, folder: Path, budg
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     after = evaluate_policy(config.evaluate_spec(), policy, store, config.topology.evaluate)
     result: dict[str, Any] = {"arm": arm, "seed": seed, "cpu_s": cpu, "wall_s": wall, "iterations": policy.step,
-                              "recipe": merged, "weights": policy.weights.digest if policy.weights else ""}
+                              "recipe": config.model_dump(mode="json"),
+                              "weights": policy.weights.digest if policy.weights else ""}
     for label, ref in (("before", before), ("after", after)):
         meta = store.manifest(ref).meta
         variant = meta["protocol"]["weights"][0]
@@ -157,10 +159,12 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
 
         gain, low, high = gain_interval(runs, "ocr")
         second, _, _ = gain_interval(runs, "tesseract")
+        cpu_s = sum(run["cpu_s"] for run in runs) / len(runs)
+        diversity = f"{mean('before', 'diversity'):.3f}->{mean('after', 'diversity'):.3f}"
         lines.append(
-            f"{arm:12s} {len(runs):5d} {sum(run['cpu_s'] for run in runs) / len(runs):6.0f} {runs[0]['iterations']:5d} "
+            f"{arm:12s} {len(runs):5d} {cpu_s:6.0f} {runs[0]['iterations']:5d} "
             f"{mean('before', 'ocr/exact_match'):7.3f} {mean('after', 'ocr/exact_match'):7.3f} {gain:+7.3f} "
-            f"   [{low:+.3f}, {high:+.3f}] {second:+14.3f} {mean('before', 'diversity'):6.3f}->{mean('after', 'diversity'):.3f}")
+            f"{f'[{low:+.3f}, {high:+.3f}]':>18s} {second:+14.3f} {diversity:>14s}")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""Axis 2, one file an algorithm: its advantage and its loss. In: rewards, trajectories. Out: row losses. Next: update."""
+"""Axis 2, one file an algorithm: its advantage and its loss. In: rewards, trajectories. Out: losses. Next: update."""
