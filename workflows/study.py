@@ -26,7 +26,8 @@ from tasks.update import update_policy
 
 ARMS = ("rl", "permuted", "sft", "pretraining", "frozen")
 _OVERRIDES = {"sft": {"algorithm": {"name": "sft"}, "sampling.sde_window": {"size": 0}},
-              "frozen": {"optimizer.learning_rate": 0.0}}
+              # Its weights are the base's, bit for bit, after any number of iterations: three show it.
+              "frozen": {"optimizer.learning_rate": 0.0, "iterations": 3}}
 
 
 def permuted(store: Store, ref: RewardRef, seed: int, iteration: int, group_size: int) -> RewardRef:

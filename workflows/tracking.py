@@ -4,6 +4,7 @@ They are never cached: their effect is their purpose. Each can run twice without
 """
 
 import json
+import logging
 import os
 import re
 import sys
@@ -211,11 +212,10 @@ def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | 
 
 
 def _shorten(error: BaseException | None) -> None:
-    """In a local run, leave of an error that was raised on purpose its message only; `pyflyte -v` shows the rest.
+    """In a local run, leave of an error that was raised on purpose its message only; `pyflyte -v run` shows all.
 
     Flyte calls `fail` while it handles the error, then raises it again and prints whatever traceback it has.
     """
-    if isinstance(error, FlowmillError):
-        logger.info("where it was raised", exc_info=error)
+    if isinstance(error, FlowmillError) and not logger.isEnabledFor(logging.WARNING):
         error.args = (re.sub(r"^(Error encountered while executing '[^']*':\n  )+", "", str(error)),)
         error.__traceback__ = error.__cause__ = None
