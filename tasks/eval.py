@@ -78,7 +78,9 @@ def evaluate_policy(spec: EvaluateSpec, policy: PolicyRef, store: Store, role: R
     prompts = read_prompts(spec.prompts)
     if config.num_prompts:
         prompts = Prompts(prompts.texts[: config.num_prompts], prompts.metadata[: config.num_prompts])
-    key = digest_of({"stage": f"evaluate/{VERSION}", "spec": spec.model_dump(mode="json"), "prompts": prompts.digest,
+    described = spec.model_dump(mode="json")
+    del described["evaluation"]["num_points"]  # how often a run is evaluated says nothing about one evaluation
+    key = digest_of({"stage": f"evaluate/{VERSION}", "spec": described, "prompts": prompts.digest,
                      "base": policy.base_digest, "weights": policy.weights.digest if policy.weights else ""})
     if (made := store.find("evaluations", key)) and store.has_data(made):
         return made.ref(EvaluationRef)
@@ -119,7 +121,9 @@ def load_media(store: Store, ref: EvaluationRef) -> Any:
     return media_from_parts(store.load(ref, "media"), store.manifest(ref).meta["media"])
 
 
-@task(enable_deck=True, **resources.task_options("evaluate", version=VERSION, ignore=("store_uri", "role", "previous")))
+# Flyte's own deck pages cost 0.5 s an evaluation: one of them asks pip what is installed.
+@task(enable_deck=True, deck_fields=(),
+      **resources.task_options("evaluate", version=VERSION, ignore=("store_uri", "role", "previous")))
 def evaluate(spec: EvaluateSpec, policy: PolicyRef, previous: list[EvaluationRef], scope: str, store_uri: str,
              role: RoleConfig) -> EvaluationRef:
     """Measure a policy on fixed prompts and noise; the Deck shows the samples and the curve so far."""

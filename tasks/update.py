@@ -5,6 +5,7 @@ the first optimiser step is exactly 1. Gradients are summed micro-batch by micro
 lanes never changes a bit. Blind to the algorithm: it asks for rows and a loss, and knows no ratio or clip.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -300,11 +301,19 @@ def update_policy(spec: UpdateSpec, policy: PolicyRef, trajectories: TrajectoryR
 
 def _require_contract(spec: UpdateSpec, loaded: LoadedPolicy, batch: TrajectoryBatch) -> None:
     """The update runs the policy as the rollout did, or not at all."""
-    here = batch.contract.model_copy(update={
+    from tasks.sde import sigma_schedule
+
+    stored = batch.contract
+    sigmas = sigma_schedule(stored.schedule, stored.num_inference_steps, stored.shift)
+    if not batch.sigmas.equal(sigmas):
+        raise ContractError(f"update: the stored sigmas are not those of schedule {stored.schedule!r}, "
+                            f"{stored.num_inference_steps} steps, shift {stored.shift}; rerun the rollout.")
+    here = stored.model_copy(update={
+        "sigmas_digest": hashlib.sha256(sigmas.numpy().tobytes()).hexdigest(),
         "policy": spec.policy.name, "base_digest": loaded.policy.base_digest,
         "latent_shape": tuple(loaded.policy.latent_shape), "dtype": spec.dtype, "kernels": spec.runtime.kernels,
         "micro_batch_size": spec.runtime.micro_batch_size})
-    batch.contract.require(here, "update")
+    stored.require(here, "update")
 
 
 def save_state(store: Store, key: str, state: TrainState, spec: UpdateSpec, base_digest: str,

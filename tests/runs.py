@@ -79,7 +79,8 @@ class Stop:
 
     Attributes:
         having: Count only calls with this argument.
-        then: ``kill`` = SIGKILL itself; ``wait`` = until `Attempt.go`; or Python source to run, once.
+        then: ``kill`` = SIGKILL itself; ``wait`` = until `Attempt.go`; or Python source to run, once, which sees the
+            call's ``args`` and, after it, its ``result``.
     """
 
     at: str
@@ -140,7 +141,9 @@ class Launcher:
         self.temp = folder / "tmp"
         self.temp.mkdir(parents=True)
         self._numbers = itertools.count()
-        env = {**os.environ, "TMPDIR": str(self.temp), "HOME": str(folder), "MLFLOW_DISABLE_TELEMETRY": "true"}
+        # One thread: on a busy machine a second one, outside the stages that set their own number, mostly waits.
+        env = {**os.environ, "TMPDIR": str(self.temp), "HOME": str(folder), "MLFLOW_DISABLE_TELEMETRY": "true",
+               "OMP_NUM_THREADS": "1"}
         env.pop("FLYTE_INTERNAL_EXECUTION_ID", None)
         self._process = subprocess.Popen([sys.executable, "-m", "tests.runs"], cwd=ROOT, env=env, text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -207,10 +210,10 @@ def trained(place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     policy = PolicyRef.model_validate(summary["policy"])
     assert policy.weights is not None
     assert policy.state is not None
-    tensors = {f"{name}/{key}": value for ref, names in ((policy.weights, ("raw", "ema")), (policy.state, ("moments",)))
-               for name in names for key, value in store.load(ref, name).items()}
-    evaluations = {(meta := store.find("evaluations", key).meta)["step"]: (meta["numbers"], store.find("evaluations", key).digest)
-                   for key in store.keys("evaluations")}
+    files = ((policy.weights, "raw"), (policy.weights, "ema"), (policy.state, "moments"))
+    tensors = {f"{name}/{key}": value for ref, name in files for key, value in store.load(ref, name).items()}
+    found = [store.find("evaluations", key) for key in store.keys("evaluations")]
+    evaluations = {item.meta["step"]: (item.meta["numbers"], item.digest) for item in found}
     state = store.manifest(policy.state)
     return {"weights": policy.weights.digest, "state": policy.state.digest, "step": policy.step, "meta": state.meta,
             "evaluations": evaluations, "before": summary["before"], "after": summary["after"]}, tensors
@@ -236,7 +239,8 @@ def histories(place: Place, run_id: str) -> dict[str, list[tuple[int, float]]]:
             for key in client.get_run(run_id).data.metrics}
 
 
-def assert_tracked_once(place: Place, iterations: int, evaluations: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
+def assert_tracked_once(place: Place, iterations: int,
+                        evaluations: Sequence[int]) -> dict[str, list[tuple[int, float]]]:
     """Fail unless MLflow has one run, FINISHED, with each number of each step once and no picture twice."""
     runs = place.runs()
     assert [run.info.status for run in runs] == ["FINISHED"]
@@ -285,7 +289,7 @@ def _instrument(at: str, files: Path, stops: list[dict[str, Any]], log: int | No
             counts[number] += 1
             return counts[number] == stop["call"]
 
-    def act(stop: dict[str, Any], args: tuple[Any, ...]) -> None:
+    def act(stop: dict[str, Any], args: tuple[Any, ...], result: Any = None) -> None:
         if stop["then"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif stop["then"] == "wait":
@@ -293,7 +297,7 @@ def _instrument(at: str, files: Path, stops: list[dict[str, Any]], log: int | No
             while not (files / "go").exists():
                 time.sleep(0.02)
         else:
-            exec(stop["then"], {"args": args})
+            exec(stop["then"], {"args": args, "result": result})
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if log is not None:
@@ -307,7 +311,7 @@ def _instrument(at: str, files: Path, stops: list[dict[str, Any]], log: int | No
         result = real(*args, **kwargs)
         for stop in due:
             if stop["after"]:
-                act(stop, values)
+                act(stop, values, result)
         return result
 
     setattr(owner, name, replacement)
@@ -333,14 +337,16 @@ def _child(job: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    for module in ("torch", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "diffusers", "onnxruntime", "PIL.Image",
-                   "matplotlib.figure", "matplotlib.backends.backend_agg", "minio", "peft", "joblib", "diskcache", "tqdm",
-                   "flytekit.clis.sdk_in_container.pyflyte", "workflows.flowgrpo", "tasks.policies.tiny_text",
+    for module in ("torch", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "diffusers", "onnxruntime", "minio",
+                   "PIL.Image", "matplotlib.figure", "matplotlib.backends.backend_agg", "peft", "joblib", "diskcache",
+                   "tqdm", "flytekit.clis.sdk_in_container.pyflyte", "workflows.flowgrpo", "tasks.policies.tiny_text",
                    "tasks.rewards.ocr", "tasks.algorithms.flow_grpo", "tasks.sampling", "tasks.sde"):
         importlib.import_module(module)
     from diffusers import SD3Transformer2DModel  # lazy imports of its own, 1.5 s
+    from sqlalchemy.orm import configure_mappers
 
     assert SD3Transformer2DModel
+    configure_mappers()
     gc.collect()
     gc.freeze()  # else each child's first collection walks, and copies, the whole heap
     for line in sys.stdin:

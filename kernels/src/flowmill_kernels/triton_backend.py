@@ -1,0 +1,373 @@
+"""The Triton back end: every kernel that runs on an NVIDIA GPU, and in Triton's interpreter with fp16 on a CPU.
+
+In: checked tensors, a scheme, an epilogue and a tile. Out: the result, in the bits that the scheme fixes. A program
+walks the output tiles from its own number in steps of the grid, so the grid (the caller's SM count) decides who
+computes a tile and never how. On Hopper and later operands come by TMA descriptors, elsewhere by plain pointers.
+
+No atomics. `enable_fp_fusion=False` everywhere: a multiply-add that the compiler fuses in one kernel and not in
+another would end the equality of the one-pass kernel and the spread one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .heuristics import Layout, Tile
+from .schemes import Epilogue, Scheme
+
+_TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _tile_origin(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """First row and column of output tile number `tile`: columns inside groups of GROUP_M row blocks."""
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    group = tile // per_group
+    inside = tile - group * per_group
+    height = min(blocks_m - group * GROUP_M, GROUP_M)
+    return (group * GROUP_M + inside % height) * BLOCK_M, inside // height * BLOCK_N
+
+
+@triton.jit
+def _load(x, w, row, col, k, M, N, K, stride_xm, stride_wr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
+    """One [BLOCK_M, BLOCK_K] and one [BLOCK_K, BLOCK_N] operand; outside of the tensors both are zero."""
+    if TMA:
+        a = x.load([row, k])
+        if NT:
+            b = w.load([col, k]).T
+        else:
+            b = w.load([k, col])
+    else:
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = (col + tl.arange(0, BLOCK_N)).to(tl.int64)
+        ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
+        a = tl.load(x + rows[:, None] * stride_xm + ks[None, :], (rows < M)[:, None] & (ks < K)[None, :], other=0.0)
+        inside = (ks < K)[:, None] & (cols < N)[None, :]
+        if NT:
+            b = tl.load(w + cols[None, :] * stride_wr + ks[:, None], inside, other=0.0)
+        else:
+            b = tl.load(w + ks[:, None] * stride_wr + cols[None, :], inside, other=0.0)
+    return a, b
+
+
+@triton.jit
+def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+              GATE: tl.constexpr, RESIDUAL: tl.constexpr):
+    """``residual + gate * gelu(acc + bias)`` in fp32; gate row ``row // rows_per_gate``."""
+    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    cols = col + tl.arange(0, BLOCK_N)
+    if BIAS:
+        acc = acc + tl.load(bias + cols, cols < N, other=0.0).to(tl.float32)[None, :]
+    if GELU:
+        # tanh(u) = 1 - 2 / (exp(2u) + 1): right at both infinities, unlike (e - 1) / (e + 1).
+        u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
+        acc = 0.5 * acc * (2.0 - 2.0 / (tl.exp(2.0 * u) + 1.0))
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    if GATE:
+        at = (rows // rows_per_gate)[:, None] * stride_gate + cols[None, :]
+        acc = acc * tl.load(gate + at, inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        at = rows[:, None] * stride_residual + cols[None, :]
+        acc = tl.load(residual + at, inside, other=0.0).to(tl.float32) + acc
+    return acc
+
+
+@triton.jit
+def _store(y, acc, row, col, M, N, stride_y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OUT: tl.constexpr,
+           TMA: tl.constexpr):
+    """Round once and write what lies inside of y."""
+    if TMA:
+        y.store([row, col], acc.to(OUT))
+    else:
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = col + tl.arange(0, BLOCK_N)
+        tl.store(y + rows[:, None] * stride_y + cols[None, :], acc.to(OUT), (rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _keep(value, level, where):
+    """Put a level of the tree into this program's scratch."""
+    tl.store(where + level * value.numel, value)
+
+
+@triton.jit
+def _tree_step(part, segment, one, two, four, scratch, LEVELS: tl.constexpr, SIZE: tl.constexpr):
+    """Take the sum of segment number `segment` into the tree: add every finished left sibling, keep what waits.
+
+    `one`, `two`, `four` are waiting sums of 1, 2 and 4 segments; those from level LEVELS on wait in `scratch`.
+    """
+    if segment % 2 == 1:
+        if LEVELS >= 1:
+            part = one + part
+        else:
+            part = tl.load(scratch) + part
+        if segment % 4 == 3:
+            if LEVELS >= 2:
+                part = two + part
+            else:
+                part = tl.load(scratch + SIZE) + part
+            if segment % 8 == 7:
+                if LEVELS >= 3:
+                    part = four + part
+                else:
+                    part = tl.load(scratch + 2 * SIZE) + part
+            else:
+                if LEVELS >= 3:
+                    four = part
+                else:
+                    tl.store(scratch + 2 * SIZE, part)
+        else:
+            if LEVELS >= 2:
+                two = part
+            else:
+                tl.store(scratch + SIZE, part)
+    else:
+        if LEVELS >= 1:
+            one = part
+        else:
+            tl.store(scratch, part)
+    return part, one, two, four
+
+
+@triton.jit
+def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
+          stride_xm, stride_wr, stride_y, stride_gate, stride_residual,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+          SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, ONE_LOOP: tl.constexpr,
+          BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
+          PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr, OUT: tl.constexpr, TMA: tl.constexpr):
+    """One pass: a program sums all of K for its tile. `steps` K blocks make a segment; the last may be shorter."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    blocks_k = tl.cdiv(K, BLOCK_K)
+    num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    if TREE and LEVELS < 3:
+        mine = (scratch + tl.program_id(0).to(tl.int64) * (3 * SIZE)
+                + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :])
+    else:
+        mine = scratch
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if SEGMENTS == 1:
+            for i in range(blocks_k):
+                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                             BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                acc = tl.dot(a, b, acc)
+            total = acc
+        elif not TREE:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for i in range(blocks_k):
+                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                             BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                acc = tl.dot(a, b, acc)
+                if (i + 1) % steps == 0 or i + 1 == blocks_k:
+                    total = total + acc
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        else:
+            # What waits and is never read before it is written still needs a value to be carried by a loop.
+            total = acc
+            one = acc if LEVELS >= 1 else 0.0
+            two = acc if LEVELS >= 2 else 0.0
+            four = acc if LEVELS >= 3 else 0.0
+            if ONE_LOOP:
+                for i in range(SEGMENTS * steps):
+                    a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                                 BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                    acc = tl.dot(a, b, acc)
+                    if (i + 1) % steps == 0:
+                        total, one, two, four = _tree_step(acc, i // steps, one, two, four, mine, LEVELS, SIZE)
+                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            else:
+                for segment in tl.static_range(SEGMENTS):
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    for i in range(segment * steps, (segment + 1) * steps):
+                        a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                                     BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                        acc = tl.dot(a, b, acc)
+                    total, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, SIZE)
+        if PARTS == 2:
+            HALF: tl.constexpr = BLOCK_N // 2
+            left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+            left = _epilogue(left, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                             BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL)
+            _store(y, left, row, col, M, N, stride_y, BLOCK_M, HALF, OUT, TMA)
+            right = _epilogue(right, row, col + HALF, bias, gate, residual, M, N, rows_per_gate, stride_gate,
+                              stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL)
+            _store(y, right, row, col + HALF, M, N, stride_y, BLOCK_M, HALF, OUT, TMA)
+        else:
+            total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                              BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+            _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, TMA)
+
+
+@triton.jit
+def _gemm_segments(x, w, partials, M, N, K, steps, stride_xm, stride_wr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                   SEGMENTS: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
+    """Spread: a unit of work is one segment of one tile; fp32 partials [SEGMENTS, M, N] for `_add_segments`."""
+    num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    blocks_k = tl.cdiv(K, BLOCK_K)
+    for unit in tl.range(tl.program_id(0), num_tiles * SEGMENTS, tl.num_programs(0)):
+        segment = unit // num_tiles
+        row, col = _tile_origin(unit % num_tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(segment * steps, min((segment + 1) * steps, blocks_k)):
+            a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+            acc = tl.dot(a, b, acc)
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = col + tl.arange(0, BLOCK_N)
+        at = (segment.to(tl.int64) * M + rows)[:, None] * N + cols[None, :]
+        tl.store(partials + at, acc, (rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate, stride_residual,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, TREE: tl.constexpr,
+                  BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
+                  OUT: tl.constexpr):
+    """Add fp32 partials [SEGMENTS, M, N] in the scheme's order, then the epilogue and the one rounding."""
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * blocks_n, tl.num_programs(0)):
+        row = tile // blocks_n * BLOCK_M
+        col = tile % blocks_n * BLOCK_N
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = col + tl.arange(0, BLOCK_N)
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        at = partials + rows[:, None] * N + cols[None, :]
+        total = tl.load(at, inside, other=0.0)
+        if TREE:
+            one = total
+            two = total
+            four = total
+            for segment in tl.static_range(SEGMENTS):
+                part = tl.load(at + tl.cast(segment, tl.int64) * M * N, inside, other=0.0)
+                total, one, two, four = _tree_step(part, segment, one, two, four, partials, 3, 1)
+        else:
+            for segment in range(1, SEGMENTS):
+                total = total + tl.load(at + tl.cast(segment, tl.int64) * M * N, inside, other=0.0)
+        total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+        _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, False)
+
+
+@triton.jit
+def _wgrad(dy, x, dw, T, N, K, num_samples, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):
+    """dw[s] = dy[s].T @ x[s] in fp32 for every sample s: tokens in order, a program a tile of a sample."""
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    per_sample = tl.cdiv(N, BLOCK_N) * tiles_k
+    for unit in tl.range(tl.program_id(0), per_sample * num_samples, tl.num_programs(0)):
+        sample = (unit // per_sample).to(tl.int64)
+        tile = unit % per_sample
+        ns = tile // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+        ks = tile % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for t in range(0, T, BLOCK_T):
+            ts = (t + tl.arange(0, BLOCK_T)).to(tl.int64)
+            a = tl.load(dy + sample * T * N + ts[None, :] * N + ns[:, None], (ns < N)[:, None] & (ts < T)[None, :],
+                        other=0.0)
+            b = tl.load(x + sample * T * K + ts[:, None] * K + ks[None, :], (ts < T)[:, None] & (ks < K)[None, :],
+                        other=0.0)
+            acc = tl.dot(a, b, acc)
+        tl.store(dw + sample * N * K + ns.to(tl.int64)[:, None] * K + ks[None, :], acc,
+                 (ns < N)[:, None] & (ks < K)[None, :])
+
+
+def uses_tma(*tensors: Tensor) -> bool:
+    """Whether TMA can read these matrices: Hopper or newer, 16-byte aligned base and rows (sizes and weights decide)."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
+    if not tensors[0].is_cuda:
+        return aligned
+    return aligned and torch.cuda.get_device_capability(tensors[0].device)[0] >= 9
+
+
+def _epilogue_args(epilogue: Epilogue, gate: Tensor | None, residual: Tensor | None, m: int) -> tuple[dict, dict]:
+    """Run-time and compile-time arguments of `_epilogue`."""
+    values = {
+        "rows_per_gate": 1 if gate is None else m // gate.shape[0],
+        "stride_gate": 0 if gate is None else gate.stride(0),
+        "stride_residual": 0 if residual is None else residual.stride(0),
+    }
+    switches = {"BIAS": epilogue.bias, "GELU": epilogue.activation == "gelu_tanh", "GATE": epilogue.gate,
+                "RESIDUAL": epilogue.residual}
+    return values, switches
+
+
+def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
+         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile, spread: bool, tma: bool) -> None:
+    """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y [M, N]; all rows have unit stride.
+
+    y of fp32 holds the sum unrounded. A row stride of y, gate and residual is free; operands' too unless `tma`.
+    """
+    (m, k), n = x.shape, y.shape[1]
+    segments = scheme.num_segments(k)
+    block_k = tile.block_k
+    if segments > 1:
+        while scheme.segment_k % block_k:  # a block may not cross a segment; tensor-core steps are 16 in any block
+            block_k //= 2
+        if block_k < 16:
+            raise ValueError(f"a segment of {scheme.segment_k} is no multiple of a tensor-core step of 16")
+    steps = max(1, scheme.segment_k // block_k)
+    nt, tree = layout == "nt", scheme.order == "tree"
+    values, switches = _epilogue_args(epilogue, gate, residual, m)
+    num_tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    programs = num_sms * tile.programs_per_sm
+    launch = {"num_stages": tile.num_stages, "num_warps": tile.num_warps, "enable_fp_fusion": False}
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k, "GROUP_M": tile.group_m}
+    x_arg, w_arg = x, w
+    if tma:
+        x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.block_m, block_k])
+        w_arg = TensorDescriptor(w, list(w.shape), list(w.stride()),
+                                 [tile.block_n, block_k] if nt else [block_k, tile.block_n])
+    if spread:
+        partials = torch.empty((segments, m, n), dtype=torch.float32, device=x.device)
+        _gemm_segments[(min(programs, num_tiles * segments),)](
+            x_arg, w_arg, partials, m, n, k, steps, x.stride(0), w.stride(0), **blocks, SEGMENTS=segments, NT=nt,
+            TMA=tma, **launch)
+        rows, cols = (1, 512) if m < 16 else (8, 128)
+        _add_segments[(min(num_sms * 4, triton.cdiv(m, rows) * triton.cdiv(n, cols)),)](
+            partials, y, bias, gate, residual, m, n, stride_y=y.stride(0), **values, BLOCK_M=rows, BLOCK_N=cols,
+            SEGMENTS=segments, TREE=tree, **switches, OUT=_TL_DTYPE[y.dtype], num_warps=4, enable_fp_fusion=False)
+        return
+    store_by_tma = tma and uses_tma(y)
+    grid = min(programs, num_tiles)
+    tree = tree and segments > 1
+    scratch = None
+    if tree and tile.register_levels < 3:
+        scratch = torch.empty(3 * grid * tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
+    y_arg = y
+    if tma and not store_by_tma:
+        # Reading by TMA and writing by pointers is another kernel; a copy keeps the number of kernels small.
+        y_arg = torch.empty((m, -(-n // 8) * 8), dtype=y.dtype, device=y.device)[:, :n]
+    if tma:
+        y_desc = TensorDescriptor(y_arg, list(y_arg.shape), list(y_arg.stride()),
+                                  [tile.block_m, tile.block_n // tile.epilogue_parts])
+    _gemm[(grid,)](
+        x_arg, w_arg, y_desc if tma else y_arg, bias, gate, residual, scratch, m, n, k, steps,
+        values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
+        values["stride_residual"], **blocks, SEGMENTS=segments, TREE=tree, LEVELS=tile.register_levels,
+        ONE_LOOP=tile.one_loop, **switches, PARTS=tile.epilogue_parts, FLATTEN=tile.flatten, NT=nt,
+        OUT=_TL_DTYPE[y.dtype], TMA=tma, **launch)
+    if y_arg is not y:
+        y.copy_(y_arg)
+
+
+def wgrad(dy: Tensor, x: Tensor, *, num_sms: int) -> Tensor:
+    """fp32 [S, N, K] from contiguous dy [S, T, N] and x [S, T, K]."""
+    (samples, tokens, n), k = dy.shape, x.shape[2]
+    dw = torch.empty((samples, n, k), dtype=torch.float32, device=dy.device)
+    block_n, block_k = (32, 128) if n <= 64 else (128, 32) if k <= 64 else (128, 128)
+    units = triton.cdiv(n, block_n) * triton.cdiv(k, block_k) * samples
+    _wgrad[(min(num_sms * 2, units),)](dy, x, dw, tokens, n, k, samples, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_T=64,
+                                       num_stages=3, num_warps=4, enable_fp_fusion=False)
+    return dw
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its interpreter, which takes CPU tensors."""
+    return bool(knobs.runtime.interpret)
