@@ -169,6 +169,12 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def _budget(folder: Path) -> float | None:
+    """Mean CPU-seconds of the finished `rl` arms: what every other arm may spend."""
+    spent = [json.loads(file.read_text())["cpu_s"] for file in sorted(folder.glob("rl-*.json"))]
+    return sum(spent) / len(spent) if spent else None
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -179,16 +185,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".flowmill" / "study")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.arms}
-    budget: float | None = None
     for arm in options.arms:
         for seed in options.seeds:
+            budget = _budget(options.folder)
+            if arm in ("sft", "pretraining") and budget is None:
+                parser.error(f"arm {arm!r} gets the CPU-seconds of arm 'rl', of which {options.folder} has no result "
+                             "yet; run 'rl' first.")
             result = run_arm(arm, seed, options.recipe, options.overrides, options.folder, budget)
             results[arm].append(result)
             print(f"{arm} seed {seed}: {result['before']['ocr/exact_match']:.3f} -> "
                   f"{result['after']['ocr/exact_match']:.3f} in {result['cpu_s']:.0f} CPU-s, {result['wall_s']:.0f} s",
                   flush=True)
-        if arm == "rl":
-            budget = sum(run["cpu_s"] for run in results[arm]) / len(results[arm])
     print(report(results))
 
 
