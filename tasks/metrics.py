@@ -190,17 +190,21 @@ class Recorder:
                 mlflow.log_batch(self.run_id, metrics=metrics[start : start + 1000])
             return
         import io
+        import uuid
 
         from PIL import Image
 
+        # As `MlflowClient.log_image` does it, but for the id in the files' names: a random one would show a picture
+        # that is sent again, after a kill in the middle, twice.
         step, timestamp, key = name.removesuffix(".png").split("-", 2)
-        # The client puts a random id in the file's name, so a second sending would show the picture twice.
-        start = f"images/{key}+step+{int(step)}+timestamp+{timestamp}+"
-        if any(item.path.startswith(start) and item.path.endswith(".webp")
-               for item in mlflow.list_artifacts(self.run_id, "images")):
-            return
-        mlflow.log_image(self.run_id, Image.open(io.BytesIO(data)), key=key, step=int(step), timestamp=int(timestamp),
-                         synchronous=True)
+        stem = f"{key}+step+{int(step)}+timestamp+{timestamp}+{uuid.uuid5(uuid.NAMESPACE_URL, self.run_id + name)}"
+        preview = Image.open(io.BytesIO(data))
+        preview.thumbnail((256, 256))
+        small = io.BytesIO()
+        preview.save(small, "WEBP")
+        log_file(self.run_id, f"{stem}.png", data, "images")
+        log_file(self.run_id, f"{stem}+compressed.webp", small.getvalue(), "images")
+        mlflow.set_tag(self.run_id, "mlflow.loggedImages", True)
 
 
 def log_file(run_id: str, name: str, data: bytes, folder: str = "") -> None:

@@ -26,6 +26,7 @@ from tasks.update import update_policy
 
 ARMS = ("rl", "permuted", "sft", "pretraining", "frozen")
 _OVERRIDES = {"sft": {"algorithm": {"name": "sft"}, "sampling.sde_window": {"size": 0}},
+              "pretraining": {"policy.trainable": "full"},
               # Its weights are the base's, bit for bit, after any number of iterations: three show it.
               "frozen": {"optimizer.learning_rate": 0.0, "iterations": 3}}
 

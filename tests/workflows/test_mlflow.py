@@ -201,6 +201,7 @@ def test_sending_twice_changes_nothing(here, tmp_path):
         recorder.log_picture("samples", 3, 1_700_000_000_000, png.getvalue())
     assert histories(here, run_id) == {"a": [(3, 1.0)]}
     assert picture_steps(here, run_id) == [3]
+    assert here.runs()[0].data.tags["mlflow.loggedImages"] == "True"
 
 
 def test_best_moves_only_to_a_better_version_judged_alike(here):

@@ -42,7 +42,7 @@ CHAIN = {
     "update, second optimiser step": (Stop("tasks.update:Replay.gradients", call=2), {(TRAIN, 1): 1}),
     "update, between its two store writes": (Stop("tasks.store:Store.put", having="policies"), {(TRAIN, 1): 1}),
     "update, done": (Stop("tasks.update:save_state", after=True), {}),
-    "record, numbers sent and not noted": (Stop("tasks.metrics:Recorder.log", after=True), {}),
+    "record, numbers sent and not noted": (Stop("tasks.metrics:Recorder.log", having=1, after=True), {}),
     "pruning the first iteration": (Stop("tasks.store:Store.drop_data", call=2), {}),
     "update of the last iteration": (Stop(TRAIN, having=3), {(TRAIN, 3): 1}),
     "evaluate, before it is stored": (Stop("tasks.store:Store.put", having="evaluations"), {(MEASURE, None): 2}),

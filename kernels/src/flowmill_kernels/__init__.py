@@ -6,7 +6,7 @@ nor triton; `unavailable_reason` says what the machine at hand lacks, and the CP
 """
 
 from .availability import unavailable_reason
-from .gemm import gemm_nn, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
+from .gemm import Schedule, gemm_nn, gemm_nn_partial, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
 from .gradients import LeafPlan, LeafSum, all_reduce_leaves, leaf_sum
 from .guarantees import GUARANTEES, Guarantees
 from .numeric import assert_bitwise_equal, relative_frobenius_error
@@ -14,7 +14,8 @@ from .schemes import NUM_SEGMENTS, Epilogue, Scheme
 from .tensor_parallel import combine_partials, segment_range
 
 __all__ = [
-    "GUARANTEES", "NUM_SEGMENTS", "Epilogue", "Guarantees", "LeafPlan", "LeafSum", "Scheme", "all_reduce_leaves",
-    "assert_bitwise_equal", "combine_partials", "gemm_nn", "gemm_nt", "gemm_nt_partial", "gemm_nt_schedule",
-    "leaf_sum", "relative_frobenius_error", "segment_range", "unavailable_reason", "wgrad",
+    "GUARANTEES", "NUM_SEGMENTS", "Epilogue", "Guarantees", "LeafPlan", "LeafSum", "Schedule", "Scheme",
+    "all_reduce_leaves", "assert_bitwise_equal", "combine_partials", "gemm_nn", "gemm_nn_partial", "gemm_nt",
+    "gemm_nt_partial", "gemm_nt_schedule", "leaf_sum", "relative_frobenius_error", "segment_range",
+    "unavailable_reason", "wgrad",
 ]

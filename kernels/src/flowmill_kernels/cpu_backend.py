@@ -1,4 +1,4 @@
-"""The CPU back end: the same operators in plain torch, slow and in a fixed order, so that everything runs without a GPU.
+"""The CPU back end: the same operators in plain torch, slow and in a fixed order; everything then runs without a GPU.
 
 Matrix products of a CPU library choose blocks by the number of rows, so none is called: K is walked one index at a
 time with elementwise operations, which treat every element alike. Each product and each sum is its own operation;
@@ -45,6 +45,12 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     w_kn = (w.T if layout == "nt" else w).float().contiguous()
     total = combine(partial_sums(x.float(), w_kn, scheme).unbind(), scheme.order)
     y.copy_(finish(total, epilogue, bias, gate, residual, y.dtype))
+
+
+def add_partials(partials: Tensor, y: Tensor, *, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
+                 gate: Tensor | None, residual: Tensor | None) -> None:
+    """Write epilogue(sum of fp32 partials [P, M, N] in the scheme's order) to y."""
+    y.copy_(finish(combine(partials.unbind(), scheme.order), epilogue, bias, gate, residual, y.dtype))
 
 
 def wgrad(dy: Tensor, x: Tensor) -> Tensor:

@@ -29,8 +29,6 @@ class Tile:
     programs_per_sm: int = 1
     register_levels: int = 2
     """Levels of the summation tree kept in registers; deeper ones wait in a scratch buffer."""
-    one_loop: bool = True
-    """Cut K inside one pipelined loop (True) or by a loop a segment (False). Only where K is cut."""
 
 
 LARGE = Tile(128, 256, 64, 3, 8)

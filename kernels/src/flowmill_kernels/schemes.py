@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scheme:
-    """K is cut into segments of `segment_k`; each is summed from zero in fp32 in K order, then the segments are added."""
+    """K is cut into segments of `segment_k`, each summed from zero in fp32 in K order; then the segments are added."""
 
     segment_k: int
     """Length of a segment; the last may be shorter under `serial`."""

@@ -91,13 +91,15 @@ def _store(y, acc, row, col, M, N, stride_y, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def _keep(value, level, where):
-    """Put a level of the tree into this program's scratch."""
-    tl.store(where + level * value.numel, value)
+def _scratch_at(scratch, level: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's scratch tile of a level. Made anew at each use: kept pointers would cost more than the sums."""
+    at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return scratch + level * (BLOCK_M * BLOCK_N) + at
 
 
 @triton.jit
-def _tree_step(part, segment, one, two, four, scratch, LEVELS: tl.constexpr, SIZE: tl.constexpr):
+def _tree_step(part, segment, one, two, four, scratch, LEVELS: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr):
     """Take the sum of segment number `segment` into the tree: add every finished left sibling, keep what waits.
 
     `one`, `two`, `four` are waiting sums of 1, 2 and 4 segments; those from level LEVELS on wait in `scratch`.
@@ -106,107 +108,129 @@ def _tree_step(part, segment, one, two, four, scratch, LEVELS: tl.constexpr, SIZ
         if LEVELS >= 1:
             part = one + part
         else:
-            part = tl.load(scratch) + part
+            part = tl.load(_scratch_at(scratch, 0, BLOCK_M, BLOCK_N)) + part
         if segment % 4 == 3:
             if LEVELS >= 2:
                 part = two + part
             else:
-                part = tl.load(scratch + SIZE) + part
+                part = tl.load(_scratch_at(scratch, 1, BLOCK_M, BLOCK_N)) + part
             if segment % 8 == 7:
                 if LEVELS >= 3:
                     part = four + part
                 else:
-                    part = tl.load(scratch + 2 * SIZE) + part
+                    part = tl.load(_scratch_at(scratch, 2, BLOCK_M, BLOCK_N)) + part
             else:
                 if LEVELS >= 3:
                     four = part
                 else:
-                    tl.store(scratch + 2 * SIZE, part)
+                    tl.store(_scratch_at(scratch, 2, BLOCK_M, BLOCK_N), part)
         else:
             if LEVELS >= 2:
                 two = part
             else:
-                tl.store(scratch + SIZE, part)
+                tl.store(_scratch_at(scratch, 1, BLOCK_M, BLOCK_N), part)
     else:
         if LEVELS >= 1:
             one = part
         else:
-            tl.store(scratch, part)
+            tl.store(_scratch_at(scratch, 0, BLOCK_M, BLOCK_N), part)
     return part, one, two, four
 
 
 @triton.jit
+def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate, stride_residual,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr,
+            RESIDUAL: tl.constexpr, PARTS: tl.constexpr, OUT: tl.constexpr, TMA: tl.constexpr):
+    """Epilogue, rounding and store of a tile, in PARTS column blocks one after the other."""
+    if PARTS == 1:
+        total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+        _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, TMA)
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        _finish(left, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate, stride_residual,
+                BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL, PARTS // 2, OUT, TMA)
+        _finish(right, y, row, col + HALF, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
+                stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL, PARTS // 2, OUT, TMA)
+
+
+@triton.jit(do_not_specialize=["M", "steps", "rows_per_gate"])
 def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
           stride_xm, stride_wr, stride_y, stride_gate, stride_residual,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-          SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, ONE_LOOP: tl.constexpr,
-          BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
-          PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr, OUT: tl.constexpr, TMA: tl.constexpr):
-    """One pass: a program sums all of K for its tile. `steps` K blocks make a segment; the last may be shorter."""
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+          SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+          GATE: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr,
+          OUT: tl.constexpr, TMA: tl.constexpr):
+    """One pass: a program sums all of K for its tiles. `steps` K blocks make a segment; the last may be shorter."""
     blocks_k = tl.cdiv(K, BLOCK_K)
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    if TREE and LEVELS < 3:
-        mine = (scratch + tl.program_id(0).to(tl.int64) * (3 * SIZE)
-                + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :])
+    if SEGMENTS == 1:
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+            row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for i in range(blocks_k):
+                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                             BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                acc = tl.dot(a, b, acc)
+            _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
+                    stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
     else:
         mine = scratch
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if SEGMENTS == 1:
-            for i in range(blocks_k):
-                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+        if TREE and LEVELS < 3:
+            mine = scratch + tl.program_id(0).to(tl.int64) * (3 * BLOCK_M * BLOCK_N)
+        my_tiles = tl.cdiv(num_tiles - tl.program_id(0), tl.num_programs(0))
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # Waiting sums in registers; 0.0 where a level waits in scratch or there is no tree.
+        one = total if TREE and LEVELS >= 1 else 0.0
+        two = total if TREE and LEVELS >= 2 else 0.0
+        four = total if TREE and LEVELS >= 3 else 0.0
+        # A short last segment still takes `steps` steps: beyond K both operands are zeros, which change no bit.
+        if FLATTEN:
+            # One loop over tiles, segments and steps: loads run ahead across both seams, but every step waits for its
+            # products. By hand, because triton 3.6's pass for this fails on the tree's conditionals.
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for j in range(my_tiles * SEGMENTS * steps):
+                unit = j // steps
+                segment = unit % SEGMENTS
+                tile = tl.program_id(0) + unit // SEGMENTS * tl.num_programs(0)
+                row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+                a, b = _load(x, w, row, col, (segment * steps + j % steps) * BLOCK_K, M, N, K, stride_xm, stride_wr,
                              BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
                 acc = tl.dot(a, b, acc)
-            total = acc
-        elif not TREE:
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for i in range(blocks_k):
-                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
-                             BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-                acc = tl.dot(a, b, acc)
-                if (i + 1) % steps == 0 or i + 1 == blocks_k:
-                    total = total + acc
+                if j % steps == steps - 1:
+                    if TREE:
+                        acc, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, BLOCK_M, BLOCK_N)
+                    else:
+                        if segment > 0:
+                            acc = total + acc
+                        total = acc
+                    if segment == SEGMENTS - 1:
+                        _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
+                                stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         else:
-            # What waits and is never read before it is written still needs a value to be carried by a loop.
-            total = acc
-            one = acc if LEVELS >= 1 else 0.0
-            two = acc if LEVELS >= 2 else 0.0
-            four = acc if LEVELS >= 3 else 0.0
-            if ONE_LOOP:
-                for i in range(SEGMENTS * steps):
-                    a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+            for unit in range(my_tiles * SEGMENTS):
+                segment = unit % SEGMENTS
+                tile = tl.program_id(0) + unit // SEGMENTS * tl.num_programs(0)
+                row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for i in range(steps):
+                    a, b = _load(x, w, row, col, (segment * steps + i) * BLOCK_K, M, N, K, stride_xm, stride_wr,
                                  BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
                     acc = tl.dot(a, b, acc)
-                    if (i + 1) % steps == 0:
-                        total, one, two, four = _tree_step(acc, i // steps, one, two, four, mine, LEVELS, SIZE)
-                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            else:
-                for segment in tl.static_range(SEGMENTS):
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    for i in range(segment * steps, (segment + 1) * steps):
-                        a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
-                                     BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-                        acc = tl.dot(a, b, acc)
-                    total, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, SIZE)
-        if PARTS == 2:
-            HALF: tl.constexpr = BLOCK_N // 2
-            left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-            left = _epilogue(left, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
-                             BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL)
-            _store(y, left, row, col, M, N, stride_y, BLOCK_M, HALF, OUT, TMA)
-            right = _epilogue(right, row, col + HALF, bias, gate, residual, M, N, rows_per_gate, stride_gate,
-                              stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL)
-            _store(y, right, row, col + HALF, M, N, stride_y, BLOCK_M, HALF, OUT, TMA)
-        else:
-            total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
-                              BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
-            _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, TMA)
+                if TREE:
+                    acc, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, BLOCK_M, BLOCK_N)
+                else:
+                    if segment > 0:
+                        acc = total + acc
+                    total = acc
+                if segment == SEGMENTS - 1:
+                    _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
+                            stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "steps"])
 def _gemm_segments(x, w, partials, M, N, K, steps, stride_xm, stride_wr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
                    SEGMENTS: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
@@ -226,7 +250,7 @@ def _gemm_segments(x, w, partials, M, N, K, steps, stride_xm, stride_wr,
         tl.store(partials + at, acc, (rows < M)[:, None] & (cols < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "rows_per_gate"])
 def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate, stride_residual,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, TREE: tl.constexpr,
                   BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -247,7 +271,7 @@ def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride
             four = total
             for segment in tl.static_range(SEGMENTS):
                 part = tl.load(at + tl.cast(segment, tl.int64) * M * N, inside, other=0.0)
-                total, one, two, four = _tree_step(part, segment, one, two, four, partials, 3, 1)
+                total, one, two, four = _tree_step(part, segment, one, two, four, partials, 3, 1, 1)
         else:
             for segment in range(1, SEGMENTS):
                 total = total + tl.load(at + tl.cast(segment, tl.int64) * M * N, inside, other=0.0)
@@ -279,7 +303,7 @@ def _wgrad(dy, x, dw, T, N, K, num_samples, BLOCK_N: tl.constexpr, BLOCK_K: tl.c
 
 
 def uses_tma(*tensors: Tensor) -> bool:
-    """Whether TMA can read these matrices: Hopper or newer, 16-byte aligned base and rows (sizes and weights decide)."""
+    """Whether TMA can take these matrices: Hopper or newer, base and rows aligned to 16 bytes."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
     if not tensors[0].is_cuda:
         return aligned
@@ -329,10 +353,8 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         _gemm_segments[(min(programs, num_tiles * segments),)](
             x_arg, w_arg, partials, m, n, k, steps, x.stride(0), w.stride(0), **blocks, SEGMENTS=segments, NT=nt,
             TMA=tma, **launch)
-        rows, cols = (1, 512) if m < 16 else (8, 128)
-        _add_segments[(min(num_sms * 4, triton.cdiv(m, rows) * triton.cdiv(n, cols)),)](
-            partials, y, bias, gate, residual, m, n, stride_y=y.stride(0), **values, BLOCK_M=rows, BLOCK_N=cols,
-            SEGMENTS=segments, TREE=tree, **switches, OUT=_TL_DTYPE[y.dtype], num_warps=4, enable_fp_fusion=False)
+        add_partials(partials, y, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
+                     num_sms=num_sms)
         return
     store_by_tma = tma and uses_tma(y)
     grid = min(programs, num_tiles)
@@ -351,10 +373,22 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         x_arg, w_arg, y_desc if tma else y_arg, bias, gate, residual, scratch, m, n, k, steps,
         values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
         values["stride_residual"], **blocks, SEGMENTS=segments, TREE=tree, LEVELS=tile.register_levels,
-        ONE_LOOP=tile.one_loop, **switches, PARTS=tile.epilogue_parts, FLATTEN=tile.flatten, NT=nt,
+        **switches, PARTS=tile.epilogue_parts, FLATTEN=tile.flatten, NT=nt,
         OUT=_TL_DTYPE[y.dtype], TMA=tma, **launch)
     if y_arg is not y:
         y.copy_(y_arg)
+
+
+def add_partials(partials: Tensor, y: Tensor, *, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
+                 gate: Tensor | None, residual: Tensor | None, num_sms: int) -> None:
+    """Write epilogue(sum of contiguous fp32 partials [P, M, N] in the scheme's order) to y [M, N]."""
+    count, m, n = partials.shape
+    values, switches = _epilogue_args(epilogue, gate, residual, m)
+    rows, cols = (1, 512) if m < 16 else (8, 128)
+    _add_segments[(min(num_sms * 4, triton.cdiv(m, rows) * triton.cdiv(n, cols)),)](
+        partials, y, bias, gate, residual, m, n, stride_y=y.stride(0), **values, BLOCK_M=rows, BLOCK_N=cols,
+        SEGMENTS=count, TREE=scheme.order == "tree" and count > 1, **switches, OUT=_TL_DTYPE[y.dtype], num_warps=4,
+        enable_fp_fusion=False)
 
 
 def wgrad(dy: Tensor, x: Tensor, *, num_sms: int) -> Tensor:
