@@ -25,10 +25,10 @@ smoke: env       ## Run two small iterations of everything
 	$(RUN) --recipe smoke
 
 test: env        ## Run the default tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: env   ## Run the slow tests too (minutes; the browser test needs Chromium)
-	$(BIN)/python -m pytest -n 2 -m 'slow or not (gpu or cluster)'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not (gpu or cluster)'
 
 lint: env        ## Check style and types
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ def tracking_uri() -> str:
 
 def client() -> Any:
     """An MLflow client that gives up quickly: a server that is down must not hold training up for minutes."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     from mlflow import MlflowClient

@@ -78,7 +78,7 @@ class Stop:
     """Where a run stops: at the `call`-th call of `at` (``module:name``), before or after its work.
 
     Attributes:
-        having: Count only calls with this argument.
+        having: Count only calls with this argument, or with a path that contains it.
         then: ``kill`` = SIGKILL itself; ``wait`` = until `Attempt.go`; or Python source to run, once, which sees the
             call's ``args`` and, after it, its ``result``.
     """
@@ -282,8 +282,10 @@ def _instrument(at: str, files: Path, stops: list[dict[str, Any]], log: int | No
     counts = [0] * len(stops)
 
     def met(number: int, stop: dict[str, Any], args: tuple[Any, ...]) -> bool:
-        if stop["having"] is not None and not any(isinstance(a, type(stop["having"])) and a == stop["having"]
-                                                  for a in args):
+        wanted = stop["having"]
+        if wanted is not None and not any(
+                str(wanted) in str(value) if isinstance(value, Path) else (type(value), value) == (type(wanted), wanted)
+                for value in args if isinstance(value, int | str | Path)):
             return False
         with lock:
             counts[number] += 1
