@@ -22,7 +22,7 @@ from tasks.contracts.run import RunPlan, RunSummary, run_key_of
 from tasks.eval import headline, load_media
 from tasks.prompts import read_prompts
 from tasks.resources import registered_topology, uncached_task_options
-from tasks.runtime import load_policy
+from tasks.runtime import load_policy, session
 from tasks.store import Store, open_store
 
 UNSCHEDULED = datetime(1970, 1, 1, tzinfo=UTC)
@@ -53,9 +53,11 @@ def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     """Validate everything a run needs before it costs time: recipe, prompts, checkpoint, store, MLflow."""
     config = configure(recipe, overrides, kickoff_time)
     prompts = {path: read_prompts(path) for path in (config.prompts.train, config.prompts.evaluate)}
-    policy = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
-    for file in prompts.values():
-        policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
+    # In a session, because what is encoded here may be kept for the stages: it must be their arithmetic.
+    with session(config.runtime, config.topology.update):
+        policy = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
+        for file in prompts.values():
+            policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
     store = open_store()
     store.ensure_lifecycle(config.retention.trajectory_days)
     run_key, execution_id = identify(config)
