@@ -78,8 +78,8 @@ def _parse_overrides(overrides: str | Sequence[str] | Mapping[str, Any]) -> Iter
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise ConfigError(f"override {item!r} is not key=value, such as sampling.group_size=12. Quote an item whose "
-                              "value has spaces: 'evaluation.readers=[{name: ocr}]'.")
+            raise ConfigError(f"override {item!r} is not key=value, such as sampling.group_size=12. Quote an "
+                              "item whose value has spaces: 'evaluation.readers=[{name: ocr}]'.")
         try:
             yield key, yaml.safe_load(text)
         except yaml.YAMLError as error:
