@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from flytekit import task
 from flytekit.loggers import logger
@@ -25,6 +27,8 @@ from tasks.resources import registered_topology, uncached_task_options
 from tasks.runtime import load_policy, session
 from tasks.store import Store, open_store
 
+Series = dict[str, list[tuple[float, float]]]
+"""Curve name -> (iteration, value) points."""
 UNSCHEDULED = datetime(1970, 1, 1, tzinfo=UTC)
 """`kickoff_time` of a run that no schedule started."""
 _OPTIONS = uncached_task_options(registered_topology().update)
@@ -121,8 +125,10 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
             numbers |= {"time/iteration_s": wall, "time/overhead_fraction": 1 - computing / wall}
     metrics.Recorder(run.run_id, store).log(numbers, number, int(ended * 1000))
     artifacts = [(ref.kind, ref.key) for ref in (trajectories, rewards, advantages, policy.weights, policy.state)]
+    rewards_seen = {key: value for key, value in numbers.items() if key.startswith("reward/")}
     store.write_bytes(_record_path(run.run_key, number), json.dumps({
-        "policy": policy.model_dump(mode="json"), "ended_s": ended, "artifacts": artifacts}).encode())
+        "policy": policy.model_dump(mode="json"), "ended_s": ended, "artifacts": artifacts,
+        "rewards": rewards_seen}).encode())
     prune(store, run, number - run.retention.keep_iterations)
     reward_mean = numbers.get("reward/total/mean", float("nan"))
     print(f"iteration {number}/{run.iterations}  reward {reward_mean:.4f}  "
@@ -166,6 +172,21 @@ def record_evaluation(run: RunPlan, evaluation: EvaluationRef) -> int:
     return step
 
 
+def learning_curve(store: Store, run: RunPlan, metas: Sequence[Mapping[str, Any]]) -> Series:
+    """Training reward of every iteration, and each reader's exact match at the evaluations."""
+    series: Series = {"training reward": []}
+    for path in store.list(f"runs/{run.run_key}/iterations"):
+        data = store.read_bytes(path)
+        if data is not None:
+            reward_mean = json.loads(data)["rewards"].get("reward/total/mean")
+            series["training reward"].append((int(path.rsplit("/", 1)[-1].removesuffix(".json")), reward_mean))
+    for meta in metas:
+        for name, value in headline(meta).items():
+            if name.endswith("/exact_match"):
+                series.setdefault(f"{name}, unseen prompts", []).append((meta["step"], value))
+    return series
+
+
 @task(**_OPTIONS)
 def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) -> RunSummary:
     """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED."""
@@ -180,9 +201,12 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
         store.write_bytes(path, pictures.before_after(
             media[0].pixels[::every], media[1].pixels[::every], "before", f"after {policy.step} iterations"))
         summary = summary.model_copy(update={"report": f"{store.uri}/{path}"})
+    curve = pictures.curve(learning_curve(store, run, metas), run.name, "fraction, or reward")
+    store.write_bytes(f"runs/{run.run_key}/curve.png", curve)
     recorder = metrics.Recorder(run.run_id, store)
 
     def send_results() -> None:
+        metrics.log_file(run.run_id, "curve.png", curve)
         picture = store.read_bytes(path)
         if picture is not None:
             metrics.log_file(run.run_id, "before_after.png", picture)
