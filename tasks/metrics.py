@@ -88,7 +88,9 @@ def _experiment(mlflow: Any, name: str) -> str:
     local = tracking_uri().startswith("sqlite:")
     folder = Path(tracking_uri().removeprefix("sqlite:///")).parent / "mlartifacts" / name if local else None
     try:
-        return mlflow.create_experiment(name, artifact_location=folder.as_uri() if folder else None)
+        # The kind makes MLflow's pages open with runs and charts; without it they ask for language-model traces.
+        return mlflow.create_experiment(name, artifact_location=folder.as_uri() if folder else None,
+                                        tags={"mlflow.experimentKind": "custom_model_development"})
     except MlflowException:  # another run made it a moment ago
         found = mlflow.get_experiment_by_name(name)
         if found is None:

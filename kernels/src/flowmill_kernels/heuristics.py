@@ -27,7 +27,9 @@ class Tile:
     flatten: bool = False
     """Fuse the tile and K loops, so that the next tile's loads start before the epilogue."""
     programs_per_sm: int = 1
-    register_levels: int = 2
+    split_roles: bool = False
+    """On Hopper: a warp loads, two groups of four warps multiply apart (hopper.py); block_m is 128, block_k 64."""
+    register_levels: int = 1
     """Levels of the summation tree kept in registers; deeper ones wait in a scratch buffer."""
 
 

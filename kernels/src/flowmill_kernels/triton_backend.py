@@ -8,6 +8,10 @@ No atomics. `enable_fp_fusion=False` everywhere: a multiply-add that the compile
 another would end the equality of the one-pass kernel and the spread one.
 """
 
+import functools
+import logging
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -310,6 +314,21 @@ def uses_tma(*tensors: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(tensors[0].device)[0] >= 9
 
 
+@functools.cache
+def hopper_kernel(device: torch.device) -> ModuleType | None:
+    """The module of kernels with split roles where GPU and triton have what they need; None elsewhere, logged once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from . import hopper
+    except Exception as error:  # Gluon is experimental: another triton may lack any part of it
+        logging.getLogger(__name__).warning(
+            "triton %s has no Gluon as these kernels know it (%s: %s); plain Triton kernels give the same bits, slower",
+            triton.__version__, type(error).__name__, error)
+        return None
+    return hopper
+
+
 def _epilogue_args(epilogue: Epilogue, gate: Tensor | None, residual: Tensor | None, m: int) -> tuple[dict, dict]:
     """Run-time and compile-time arguments of `_epilogue`."""
     values = {
@@ -357,6 +376,10 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
                      num_sms=num_sms)
         return
     store_by_tma = tma and uses_tma(y)
+    if tile.split_roles and store_by_tma and (hopper := hopper_kernel(x.device)) and hopper.takes(y, scheme, k):
+        hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
+                    num_sms=num_sms, block_n=tile.block_n, num_stages=tile.num_stages, group_m=tile.group_m)
+        return
     grid = min(programs, num_tiles)
     tree = tree and segments > 1
     scratch = None
