@@ -28,36 +28,45 @@ class Tile:
     """Fuse the tile and K loops, so that the next tile's loads start before the epilogue."""
     programs_per_sm: int = 1
     split_roles: bool = False
-    """On Hopper: a warp loads, two groups of four warps multiply apart (hopper.py); block_m is 128, block_k 64."""
+    """On Hopper: one warp loads, two groups of four warps multiply 64 rows each (hopper.py); block_m is 128."""
     register_levels: int = 1
-    """Levels of the summation tree kept in registers; deeper ones wait in a scratch buffer."""
+    """Levels of the summation tree kept in registers; deeper ones wait elsewhere. With split roles one level is in
+    registers always, and 1 puts the sum of four segments in device memory, which leaves room for more stages."""
 
 
-LARGE = Tile(128, 256, 64, 3, 8)
-LARGE_4 = Tile(128, 256, 64, 4, 8, epilogue_parts=2)
+LARGE = Tile(128, 256, 64, 4, 8, group_m=16, epilogue_parts=2, flatten=True)
+LARGE_SPLIT = Tile(128, 256, 64, 3, 8, group_m=16, split_roles=True)
 MEDIUM = Tile(128, 128, 64, 4, 8)
-SMALL = Tile(64, 32, 128, 4, 4, programs_per_sm=2)
-NARROW = Tile(128, 64, 64, 4, 4)
+MEDIUM_SPLIT = Tile(128, 128, 64, 6, 8, split_roles=True)
+FEW = Tile(64, 64, 64, 6, 4, programs_per_sm=2)
+FEW_NARROW = Tile(64, 32, 128, 6, 4)
+NARROW = Tile(128, 64, 64, 5, 4)
 TREE = Tile(128, 128, 64, 4, 8)
+TREE_SPLIT = Tile(128, 128, 64, 5, 8, split_roles=True)
 
-CATALOGUE = {"large": LARGE, "large_4": LARGE_4, "medium": MEDIUM, "small": SMALL, "narrow": NARROW, "tree": TREE}
-"""Every tile that a rule below may return."""
+CATALOGUE = {"large": LARGE, "large_split": LARGE_SPLIT, "medium": MEDIUM, "medium_split": MEDIUM_SPLIT, "few": FEW,
+             "few_narrow": FEW_NARROW, "narrow": NARROW, "tree": TREE, "tree_split": TREE_SPLIT}
+"""Every tile that a rule below may return, and those that stand in for split roles elsewhere than on Hopper."""
 
-FEW_ROWS = 64
 
+def tile_for(n: int, k: int, *, m: int, gated: bool = False) -> Tile:
+    """Tile of mode `consistent`. `m` only tells few rows from many, between tiles proven bit-equal.
 
-def tile_for(n: int, k: int, *, m: int, layout: Layout = "nt") -> Tile:
-    """Tile of mode `consistent`. `m` only tells few rows from many, between tiles proven bit-equal."""
-    if m <= FEW_ROWS:
-        return SMALL
+    Measured on an H200 (kernels/benchmarks/gemm.py). `gated`: for the epilogue's gate a 256 wide tile has too few
+    registers.
+    """
     if n <= 512:
-        return NARROW
-    return LARGE
+        return NARROW if m > 64 else FEW_NARROW
+    if m <= 64:
+        return FEW_NARROW if n < 4096 else FEW
+    if m <= 1024:
+        return MEDIUM if m <= 600 else LARGE
+    return MEDIUM_SPLIT if gated or n * k > 2**26 else LARGE_SPLIT
 
 
 def tree_tile_for(n: int, k: int, *, m: int) -> Tile:
     """Tile of mode `tp_invariant`: room for a second accumulator is worth more than a wide tile."""
-    return SMALL if m <= FEW_ROWS else TREE
+    return FEW_NARROW if m <= 64 else TREE_SPLIT
 
 
 def spread_segments(m: int, n: int, num_segments: int) -> bool:

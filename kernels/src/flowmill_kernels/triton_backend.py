@@ -8,6 +8,7 @@ No atomics. `enable_fp_fusion=False` everywhere: a multiply-add that the compile
 another would end the equality of the one-pass kernel and the spread one.
 """
 
+import dataclasses
 import functools
 import logging
 from types import ModuleType
@@ -315,7 +316,20 @@ def uses_tma(*tensors: Tensor) -> bool:
 
 
 @functools.cache
-def hopper_kernel(device: torch.device) -> ModuleType | None:
+def _fit(tile: Tile, loads_in_epilogue: bool, device: torch.device) -> Tile:
+    """The tile with the stages and epilogue parts that the GPU's shared memory takes; no bit depends on either."""
+    if loads_in_epilogue:  # a gate or residual passes through shared memory in fp32, part by part
+        tile = dataclasses.replace(tile, epilogue_parts=max(tile.epilogue_parts, tile.block_n // 32))
+    if device.type != "cuda":
+        return tile
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    stage = 2 * (tile.block_m + tile.block_n) * tile.block_k
+    store = 2 * tile.block_m * tile.block_n // tile.epilogue_parts
+    return dataclasses.replace(tile, num_stages=max(2, min(tile.num_stages, (limit - store - 1024) // stage)))
+
+
+@functools.cache
+def hopper_kernels(device: torch.device) -> ModuleType | None:
     """The module of kernels with split roles where GPU and triton have what they need; None elsewhere, logged once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
@@ -348,6 +362,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     y of fp32 holds the sum unrounded. A row stride of y, gate and residual is free; operands' too unless `tma`.
     """
     (m, k), n = x.shape, y.shape[1]
+    tile = _fit(tile, epilogue.gate or epilogue.residual, x.device)
     segments = scheme.num_segments(k)
     block_k = tile.block_k
     if segments > 1:
@@ -376,9 +391,10 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
                      num_sms=num_sms)
         return
     store_by_tma = tma and uses_tma(y)
-    if tile.split_roles and store_by_tma and (hopper := hopper_kernel(x.device)) and hopper.takes(y, scheme, k):
+    if (tile.split_roles and store_by_tma and (hopper := hopper_kernels(x.device))
+            and hopper.takes(y, scheme, k, tile)):
         hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
-                    num_sms=num_sms, block_n=tile.block_n, num_stages=tile.num_stages, group_m=tile.group_m)
+                    num_sms=num_sms, tile=tile)
         return
     grid = min(programs, num_tiles)
     tree = tree and segments > 1
