@@ -35,7 +35,7 @@ lint: env        ## Check style and types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ui: env          ## Open MLflow on http://127.0.0.1:5000
-	$(BIN)/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db} --port 5000
+	$(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}" --port 5000
 
 pretrain: env    ## Make the embedded checkpoint again
 	$(BIN)/python -m tasks.policies._pretrain_tiny_text --out tasks/policies/assets/tiny_text.safetensors

@@ -9,7 +9,8 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def client() -> Any:
     return MlflowClient(tracking_uri())
 
 
-def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
+def ensure_run(config: RunConfig, execution_id: str, run_key: str, report_key: str = "") -> str:
     """The run of an execution: found by its tag, else created, so that a retry opens no second one.
 
     Raises:
@@ -55,28 +56,42 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str) -> str:
     from mlflow.entities import RunStatus
     from mlflow.exceptions import MlflowException
 
-    mlflow = client()
     try:
-        experiment = _experiment(mlflow, config.tracking.experiment)
-        found = mlflow.search_runs([experiment], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
-        if found:
-            run = found[0]
-            mlflow.update_run(run.info.run_id, RunStatus.to_string(RunStatus.RUNNING))
-        else:
-            run = mlflow.create_run(experiment, run_name=config.name, tags={
-                EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
-        run_id = run.info.run_id
-        sampling = config.sampling
-        derived = {"derived.samples_an_iteration": str(sampling.num_samples),
-                   "derived.trained_steps": str(sampling.window_size),
-                   "derived.optimizer_steps": str(config.iterations * config.optimizer.updates_per_rollout)}
-        parameters = {**config.flat(), **derived, **{f"version.{name}": _version(name) for name in _PACKAGES},
-                      "version.python": platform.python_version(), "git_commit": git_commit(), "run_key": run_key}
-        _log_parameters(mlflow, run_id, parameters, run.data.params)
-        return run_id
+        with _alone():
+            mlflow = client()
+            experiment = _experiment(mlflow, config.tracking.experiment)
+            found = mlflow.search_runs([experiment], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
+            if found:
+                run = found[0]
+                mlflow.update_run(run.info.run_id, RunStatus.to_string(RunStatus.RUNNING))
+            else:
+                run = mlflow.create_run(experiment, run_name=config.name, tags={
+                    EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
+            run_id = run.info.run_id
+            sampling = config.sampling
+            derived = {"derived.samples_an_iteration": str(sampling.num_samples),
+                       "derived.trained_steps": str(sampling.window_size),
+                       "derived.optimizer_steps": str(config.iterations * config.optimizer.updates_per_rollout)}
+            parameters = {**config.flat(), **derived, **{f"version.{name}": _version(name) for name in _PACKAGES},
+                          "version.python": platform.python_version(), "git_commit": git_commit(), "run_key": run_key,
+                          "report_key": report_key}
+            _log_parameters(mlflow, run_id, parameters, run.data.params)
+            return run_id
     except (MlflowException, OSError) as error:
         raise TrackingError(f"MLflow at {tracking_uri()} cannot be used: {_first_line(error)}. Start it, or unset "
                             "MLFLOW_TRACKING_URI to write to a file; nothing was run.") from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hold a lock while a sqlite file is set up and a run is looked up or made: two first runs must not race."""
+    if not tracking_uri().startswith("sqlite:///"):
+        yield
+        return
+    from filelock import FileLock
+
+    with FileLock(f"{tracking_uri().removeprefix('sqlite:///')}.lock"):
+        yield
 
 
 def _experiment(mlflow: Any, name: str) -> str:
@@ -86,7 +101,7 @@ def _experiment(mlflow: Any, name: str) -> str:
     if found is not None:
         return found.experiment_id
     local = tracking_uri().startswith("sqlite:")
-    folder = Path(tracking_uri().removeprefix("sqlite:///")).parent / "mlartifacts" / name if local else None
+    folder = Path(tracking_uri().removeprefix("sqlite:///")).absolute().parent / "mlartifacts" / name if local else None
     try:
         # The kind makes MLflow's pages open with runs and charts; without it they ask for language-model traces.
         return mlflow.create_experiment(name, artifact_location=folder.as_uri() if folder else None,

@@ -219,9 +219,11 @@ def train(spec: UpdateSpec, loaded: LoadedPolicy, state: TrainState, trajectorie
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         taken += 1
-    if skipped > config.max_skipped_updates:
+    nothing_learned = skipped > 0 and taken == state.optimizer_steps
+    if skipped > config.max_skipped_updates or nothing_learned:
         raise NumericsError(f"update of iteration {iteration}: {skipped} optimiser steps had a non-finite loss or "
-                            f"gradient (allowed: optimizer.max_skipped_updates = {config.max_skipped_updates}). Lower "
+                            f"gradient, {taken - state.optimizer_steps} were taken (allowed to skip: "
+                            f"optimizer.max_skipped_updates = {config.max_skipped_updates}, but never all). Lower "
                             "optimizer.learning_rate or max_grad_norm; the policy before this iteration is kept.")
     for name, values in seen.items():
         value = torch.cat(values)
@@ -263,7 +265,7 @@ def _minibatches(pairs: Any, count: int, seed: int) -> list[Any]:
         return []
     samples = pairs[:, 0].unique()
     order = samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))]
-    return [pairs[torch.isin(pairs[:, 0], part)] for part in order.chunk(count) if len(part)]
+    return [pairs[torch.isin(pairs[:, 0], part)] for part in order.tensor_split(count) if len(part)]
 
 
 def update_policy(spec: UpdateSpec, policy: PolicyRef, trajectories: TrajectoryRef, advantages: AdvantageRef,

@@ -68,7 +68,7 @@ class Place:
     def summary(self) -> dict[str, Any]:
         """The summary of the only finished run."""
         store = self.store()
-        paths = [path for path in store.list("runs") if path.endswith("/summary.json")]
+        paths = [path for path in store.list("reports") if path.endswith("/summary.json")]
         assert len(paths) == 1, paths
         return json.loads(store.read_bytes(paths[0]))
 

@@ -10,7 +10,7 @@ from tasks.contracts.run import RunPlan, RunSummary
 from tasks.eval import evaluate
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.store import open_store
+from tasks.store import Store, open_store
 from tasks.update import update
 from workflows import tracking
 
@@ -36,27 +36,39 @@ def train(run: RunPlan) -> RunSummary:
     """Run the iterations that are not yet recorded, evaluating where the plan says; then finish the run."""
     store = open_store(run.store_uri)
     recorded = tracking.recorded_policies(store, run)
-    done = _unbroken(recorded)
+    done = _last_usable(store, recorded)
+    if done:
+        print(f"continuing after iteration {done} of {run.iterations}", flush=True)
     tracking.prune(store, run, done - run.retention.keep_iterations)  # in case the last try ended in the middle of it
     policy = tracking.base_policy(run)
     evaluations = []
-    for number in range(run.iterations + 1):
-        if number > done:
-            policy = iteration(run=run, policy=policy, number=number)
-        elif number > 0:
-            policy = recorded[number]
-        # A lengthened run has other evaluation points; a policy that was dropped since cannot be evaluated any more.
-        if number in run.evaluation_iterations and (number > done or tracking.is_kept(store, policy)):
-            evaluation = evaluate(spec=run.evaluate, policy=policy, previous=list(evaluations), scope=run.scope,
-                                  store_uri=run.store_uri, role=run.topology.evaluate)
-            tracking.record_evaluation(run=run, evaluation=evaluation)
-            evaluations.append(evaluation)
+    try:
+        for number in range(run.iterations + 1):
+            if number > done:
+                policy = iteration(run=run, policy=policy, number=number)
+            elif number > 0:
+                policy = recorded[number]
+            # A lengthened run has other evaluation points; a policy that was dropped since cannot be evaluated.
+            if number in run.evaluation_iterations and (number > done or tracking.is_kept(store, policy)):
+                evaluation = evaluate(spec=run.evaluate, policy=policy, previous=list(evaluations),
+                                      scope=f"{run.scope}-{run.report_key[:16]}", store_uri=run.store_uri,
+                                      role=run.topology.evaluate)
+                tracking.record_evaluation(run=run, evaluation=evaluation)
+                evaluations.append(evaluation)
+    except KeyboardInterrupt:
+        tracking.interrupted(run)
+        raise
     return tracking.finish(run=run, policy=policy, evaluations=evaluations)
 
 
-def _unbroken(recorded: dict[int, PolicyRef]) -> int:
-    """The last iteration of the unbroken series from 1."""
+def _last_usable(store: Store, recorded: dict[int, PolicyRef]) -> int:
+    """The last iteration of the unbroken series from 1 that can be continued from; 0 = begin again.
+
+    A policy whose data was dropped or damaged cannot: a shortened run, for one, begins again.
+    """
     done = 0
     while done + 1 in recorded:
         done += 1
+    while done and not tracking.is_resumable(store, recorded[done]):
+        done -= 1
     return done

@@ -27,7 +27,8 @@ from tasks.update import update_policy
 ARMS = ("rl", "permuted", "sft", "pretraining", "frozen")
 # At the demo's learning rate (2e-3) and three steps an iteration, sft ends at 0.000: it has a tenth of RL's rows.
 _OVERRIDES = {"sft": {"algorithm": {"name": "sft"}, "sampling.sde_window": {"size": 0},
-                      "optimizer.learning_rate": 3e-4, "optimizer.updates_per_rollout": 1},
+                      "optimizer.learning_rate": 3e-4, "optimizer.updates_per_rollout": 1,
+                      "optimizer.decay": "none"},
               "pretraining": {"policy.trainable": "full"},
               # Its weights are the base's, bit for bit, after any number of iterations: three show it.
               "frozen": {"optimizer.learning_rate": 0.0, "iterations": 3}}
@@ -48,13 +49,13 @@ def permuted(store: Store, ref: RewardRef, seed: int, iteration: int, group_size
     return save_rewards(store, f"{ref.key}-permuted-{seed}", shuffled, {"seconds": 0.0})
 
 
-def train(config: RunConfig, store: Store, stop: Callable[[int], bool], shuffle: bool) -> PolicyRef:
+def train(config: RunConfig, store: Store, stop: Callable[[], bool], shuffle: bool) -> PolicyRef:
     """The RL loop as plain calls; ends when `stop` says so or the recipe's iterations are done."""
     topology = config.topology
     base = load_policy(config.policy, config.seed, topology.update.dtype).policy
     policy = PolicyRef(base_digest=base.base_digest)
     for number in range(1, config.iterations + 1):
-        if stop(number):
+        if stop():
             break
         trajectories = roll_out(config.rollout_spec(), policy, number, store, topology.rollout)
         rewards = score_trajectories(config.reward_spec(), trajectories, store, topology.reward)
@@ -95,23 +96,22 @@ def run_arm(arm: str, seed: int, recipe: str, overrides: str, folder: Path,
             budget_cpu_s: float | None) -> dict[str, Any]:
     """Run one arm, or read its result; the result holds every sample's reading before and after."""
     result_file = folder / f"{arm}-{seed}.json"
-    if result_file.exists():
-        return json.loads(result_file.read_text())
-    config = load_recipe(recipe, overrides)
     changes: dict[str, Any] = {"seed": seed, **_OVERRIDES.get(arm, {})}
     if arm == "sft":
         changes["iterations"] = 5000  # its CPU-seconds end it
     config = load_recipe(recipe, [*shlex.split(overrides),
                                   *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
+    if result_file.exists():
+        result = json.loads(result_file.read_text())
+        if result["recipe"] != config.model_dump(mode="json"):
+            raise SystemExit(f"{result_file} was made with another recipe. Name another --folder, or delete the file.")
+        return result
     store = open_store(str(folder / "store"))
     base = PolicyRef(base_digest=load_policy(config.policy, seed, config.topology.update.dtype).policy.base_digest)
     before = evaluate_policy(config.evaluate_spec(), base, store, config.topology.evaluate)
     cpu, wall = time.process_time(), time.perf_counter()
-    iterations = 0
 
-    def stop(number: int) -> bool:
-        nonlocal iterations
-        iterations = number - 1
+    def stop() -> bool:
         return arm == "sft" and budget_cpu_s is not None and time.process_time() - cpu > budget_cpu_s
 
     if arm == "pretraining":

@@ -18,9 +18,9 @@ from flytekit.types.error import FlyteError
 
 from tasks import metrics, pictures
 from tasks.contracts.config import RunConfig, load_recipe
-from tasks.contracts.errors import FlowmillError
+from tasks.contracts.errors import ConfigError, FlowmillError
 from tasks.contracts.refs import AdvantageRef, EvaluationRef, PolicyRef, RewardRef, TrajectoryRef
-from tasks.contracts.run import RunPlan, RunSummary, run_key_of
+from tasks.contracts.run import RunPlan, RunSummary, report_key_of, run_key_of
 from tasks.eval import headline, load_media
 from tasks.prompts import read_prompts
 from tasks.resources import registered_topology, uncached_task_options
@@ -45,11 +45,12 @@ def configure(recipe: str, overrides: str, kickoff_time: datetime) -> RunConfig:
     return config
 
 
-def identify(config: RunConfig) -> tuple[str, str]:
-    """(run key, execution id). On a cluster the id is the execution's own; locally the same inputs are the same run."""
+def identify(config: RunConfig) -> tuple[str, str, str]:
+    """(run key, report key, execution id). The id is the cluster's own; locally the same inputs are the same run."""
     base = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
     run_key = run_key_of(config, read_prompts(config.prompts.train).digest, base.base_digest)
-    return run_key, os.environ.get("FLYTE_INTERNAL_EXECUTION_ID") or f"local-{run_key[:16]}"
+    report_key = report_key_of(config, run_key, read_prompts(config.prompts.evaluate).digest)
+    return run_key, report_key, os.environ.get("FLYTE_INTERNAL_EXECUTION_ID") or f"local-{report_key[:16]}"
 
 
 @task(**_OPTIONS)
@@ -62,17 +63,23 @@ def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
         policy = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
         for file in prompts.values():
             policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
+    seen = set(prompts[config.prompts.train].texts) & set(prompts[config.prompts.evaluate].texts)
+    if seen:
+        raise ConfigError(f"{len(seen)} prompts of {config.prompts.evaluate} are also trained on, such as "
+                          f"{min(seen)!r}; evaluation needs prompts never seen in training. Remove them from one file.")
     store = open_store()
+    store.preflight()
     store.ensure_lifecycle(config.retention.trajectory_days)
-    run_key, execution_id = identify(config)
-    run_id = metrics.ensure_run(config, execution_id, run_key)
+    run_key, report_key, execution_id = identify(config)
+    run_id = metrics.ensure_run(config, execution_id, run_key, report_key)
     sampling, points = config.sampling, config.evaluation_iterations()
     print(f"{config.name}: {config.iterations} iterations of {sampling.num_groups} prompts x {sampling.group_size} "
           f"samples, {sampling.window_size} trained steps of {sampling.num_inference_steps}, "
           f"{config.optimizer.updates_per_rollout} optimiser steps each; evaluations after {points}\n"
           f"store {store.uri}, MLflow {metrics.tracking_uri()} run {run_id}", flush=True)
     return RunPlan(
-        name=config.name, run_key=run_key, run_id=run_id, scope=f"{store.id}-{run_key[:16]}", store_uri=store.uri,
+        name=config.name, run_key=run_key, report_key=report_key, run_id=run_id,
+        scope=f"{store.id}-{run_key[:16]}", store_uri=store.uri,
         iterations=config.iterations, evaluation_iterations=points, rollout=config.rollout_spec(),
         reward=config.reward_spec(), advantage=config.advantage_spec(), update=config.update_spec(),
         evaluate=config.evaluate_spec(), topology=config.topology, retention=config.retention,
@@ -125,16 +132,21 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
             numbers |= {"time/iteration_s": wall, "time/overhead_fraction": 1 - computing / wall}
     metrics.Recorder(run.run_id, store).log(numbers, number, int(ended * 1000))
     artifacts = [(ref.kind, ref.key) for ref in (trajectories, rewards, advantages, policy.weights, policy.state)]
+    if "time/iteration_s" in numbers:
+        timing = {"wall_s": numbers["time/iteration_s"], "computing_s": computing}
+    else:
+        timing = {}
     rewards_seen = {key: value for key, value in numbers.items() if key.startswith("reward/")}
     store.write_bytes(_record_path(run.run_key, number), json.dumps({
         "policy": policy.model_dump(mode="json"), "ended_s": ended, "artifacts": artifacts,
-        "rewards": rewards_seen}).encode())
+        "rewards": rewards_seen, **timing}).encode())
     prune(store, run, number - run.retention.keep_iterations)
     reward_mean = numbers.get("reward/total/mean", float("nan"))
     print(f"iteration {number}/{run.iterations}  reward {reward_mean:.4f}  "
           + "  ".join(f"{key.split('/')[-2]} {numbers[key]:.3f}" for key in sorted(numbers)
                       if key.startswith("reward/") and key.endswith("exact_match/mean"))
           + f"  gap {numbers.get('update/first/log_prob_gap/max', float('nan')):.1e}"
+          + (f"  skipped {numbers['update/skipped']:.0f}" if numbers.get("update/skipped") else "")
           + f"  {busy:.1f} s", flush=True)
     return number
 
@@ -142,6 +154,11 @@ def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: Rewa
 def is_kept(store: Store, policy: PolicyRef) -> bool:
     """Whether a policy's weights are still there."""
     return policy.weights is None or store.has_data(policy.weights)
+
+
+def is_resumable(store: Store, policy: PolicyRef) -> bool:
+    """Whether training can go on from a policy: its weights and its optimiser state are there."""
+    return is_kept(store, policy) and policy.state is not None and store.has_data(policy.state)
 
 
 def prune(store: Store, run: RunPlan, number: int) -> None:
@@ -187,6 +204,14 @@ def learning_curve(store: Store, run: RunPlan, metas: Sequence[Mapping[str, Any]
     return series
 
 
+def _overhead(store: Store, run: RunPlan) -> float | None:
+    """Share of the iterations' wall time that was neither model, nor reward, nor optimiser; None = not measured."""
+    records = [json.loads(store.read_bytes(path) or b"{}") for path in store.list(f"runs/{run.run_key}/iterations")]
+    timed = [record for record in records if "wall_s" in record]
+    wall = sum(record["wall_s"] for record in timed)
+    return 1 - sum(record["computing_s"] for record in timed) / wall if wall else None
+
+
 @task(**_OPTIONS)
 def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) -> RunSummary:
     """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED."""
@@ -195,14 +220,15 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
     before, after = headline(metas[0]), headline(metas[-1])
     summary = RunSummary(name=run.name, run_id=run.run_id, policy=policy, before=before, after=after, report="")
     media = [load_media(store, ref) for ref in (evaluations[0], evaluations[-1])]
-    path = f"runs/{run.run_key}/before_after.png"
+    folder = f"reports/{run.report_key}"
+    path = f"{folder}/before_after.png"
     if all(item.kind == "image" for item in media):
         every = max(1, len(media[0]) // 32)
         store.write_bytes(path, pictures.before_after(
             media[0].pixels[::every], media[1].pixels[::every], "before", f"after {policy.step} iterations"))
         summary = summary.model_copy(update={"report": f"{store.uri}/{path}"})
     curve = pictures.curve(learning_curve(store, run, metas), run.name, "fraction, or reward")
-    store.write_bytes(f"runs/{run.run_key}/curve.png", curve)
+    store.write_bytes(f"{folder}/curve.png", curve)
     recorder = metrics.Recorder(run.run_id, store)
 
     def send_results() -> None:
@@ -217,10 +243,13 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
     if not (recorder.flush() and recorder.attempt(send_results)):
         print(f"MLflow at {metrics.tracking_uri()} is down. The training is finished and kept; once MLflow is up, run "
               "the same command again: it trains nothing and sends the numbers that wait.", flush=True)
-    store.write_bytes(f"runs/{run.run_key}/summary.json", summary.model_dump_json(indent=1).encode())
+    store.write_bytes(f"{folder}/summary.json", summary.model_dump_json(indent=1).encode())
     print(f"{'measure':32s} {'before':>9s} {'after':>9s} {'change':>9s}")
     for name in sorted(set(before) & set(after)):
         print(f"{name:32s} {before[name]:9.4f} {after[name]:9.4f} {after[name] - before[name]:+9.4f}")
+    overhead = _overhead(store, run)
+    if overhead is not None:
+        print(f"framework overhead {overhead:.1%} of an iteration (all but model, reward and optimiser)")
     print(f"picture  {summary.report}\nrun      {run.run_id} at {metrics.tracking_uri()} (`make ui` opens MLflow)",
           flush=True)
     return summary
@@ -229,12 +258,22 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
 @task(**_OPTIONS)
 def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | None = None) -> None:
     """Mark the run FAILED in MLflow; called by Flyte when any task of the workflow has failed for good."""
-    _shorten(sys.exception())
+    error = sys.exception()
+    _shorten(error)
+    if isinstance(error, metrics.TrackingError):
+        return  # MLflow itself is what failed
     try:
         config = configure(recipe, overrides, kickoff_time)
-        metrics.fail(config.tracking.experiment, identify(config)[1])
-    except (FlowmillError, OSError):
-        return  # the run failed before it had a plan, so there is no MLflow run to mark
+        metrics.fail(config.tracking.experiment, identify(config)[-1])
+    except Exception as other:  # the run's own error is on its way to the user: never put another in its place
+        if not isinstance(other, FlowmillError | OSError):
+            logger.warning("the MLflow run could not be marked FAILED: %s: %s", type(other).__name__, other)
+
+
+def interrupted(run: RunPlan) -> None:
+    """Mark a run that its user stopped KILLED, and say how to go on."""
+    metrics.Recorder(run.run_id, open_store(run.store_uri)).attempt(lambda: metrics.finish(run.run_id, "KILLED"))
+    print("\nstopped; the same command continues after the last finished iteration", flush=True)
 
 
 def _shorten(error: BaseException | None) -> None:

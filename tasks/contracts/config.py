@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tasks.contracts.errors import ConfigError
 
@@ -33,6 +43,14 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True,
                               allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation in (int, float):
+            raise ValueError(f"got {value}, expected a number")
+        return value
 
 
 class PluginConfig(StrictModel):
@@ -401,9 +419,16 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [reward.name for reward in self.rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"rewards {names} name one reward twice; merge them into one entry")
+        for label, plugins in (("rewards", self.rewards), ("evaluation.readers", self.evaluation.readers)):
+            names = [plugin.name for plugin in plugins]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{label} {names} name one reward twice; merge them into one entry")
+        if self.optimizer.updates_per_rollout > self.sampling.num_samples:
+            raise ValueError(f"optimizer.updates_per_rollout {self.optimizer.updates_per_rollout} is more than the "
+                             f"{self.sampling.num_samples} samples of an iteration: some updates would have none")
+        if self.optimizer.warmup_iterations >= self.iterations > 1:
+            raise ValueError(f"optimizer.warmup_iterations {self.optimizer.warmup_iterations} leaves none of the "
+                             f"{self.iterations} iterations at the full learning rate")
         rollout, update = self.topology.rollout, self.topology.update
         if rollout.dtype != update.dtype:
             raise ValueError(f"topology.rollout.dtype {rollout.dtype} differs from topology.update.dtype "

@@ -52,6 +52,8 @@ def _read_recipe(name_or_path: str, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"recipe {path} holds {type(data).__name__}, expected a mapping of settings.")
     parent = data.pop("extends", None)
+    if not isinstance(parent, str | None):
+        raise ConfigError(f"recipe {path}: extends is {parent!r}, expected the name or path of one recipe.")
     return data if parent is None else _merge(_read_recipe(parent, (*seen, path)), data)
 
 

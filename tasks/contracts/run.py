@@ -27,6 +27,8 @@ class RunPlan(StrictModel):
     """Name of the run in MLflow."""
     run_key: str
     """Digest of what decides the run's weights; an interrupted or lengthened run has the same one and continues."""
+    report_key: str
+    """Digest of the run key and of how it is judged: one report and, locally, one MLflow run."""
     run_id: str
     """MLflow run."""
     scope: str
@@ -70,6 +72,18 @@ class RunSummary(StrictModel):
     """Headline numbers after it."""
     report: str
     """Where the before/after picture lies."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: finished, {self.policy.step} iterations"
+
+    __repr__ = __str__
+
+
+def report_key_of(config: RunConfig, run_key: str, evaluation_prompts_digest: str) -> str:
+    """Digest of a run and of what its evaluations measure; how often it is evaluated does not matter."""
+    described = config.evaluate_spec().model_dump(mode="json")
+    del described["evaluation"]["num_points"]
+    return digest_of({"run": run_key, "prompts": evaluation_prompts_digest, "evaluate": described})
 
 
 def run_key_of(config: RunConfig, prompts_digest: str, base_digest: str) -> str:

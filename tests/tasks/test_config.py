@@ -310,7 +310,8 @@ def test_every_field_says_what_it_means(model):
 def plan():
     config = load_recipe("smoke", "algorithm.clip_range=[1e-4,3e-4] policy.lora_targets=[to_q]")
     return RunPlan(
-        name="n", run_key="k", run_id="r", scope="s", store_uri="u", iterations=2, evaluation_iterations=[0, 2],
+        name="n", run_key="k", report_key="e", run_id="r", scope="s", store_uri="u", iterations=2,
+        evaluation_iterations=[0, 2],
         rollout=config.rollout_spec(), reward=config.reward_spec(), advantage=config.advantage_spec(),
         update=config.update_spec(), evaluate=config.evaluate_spec(), topology=config.topology,
         retention=config.retention, tracking=config.tracking)

@@ -152,19 +152,20 @@ def test_each_kickoff_is_a_run_of_its_own_and_a_rerun_of_it_the_same_run(monkeyp
     assert keys[0] != keys[1]
     assert (configs[1], keys[1]) == (configs[2], keys[2])
     assert configs[0].name == "smoke 2026-11-29 02:00"
-    assert tracking.identify(configs[0])[1] != tracking.identify(configs[1])[1]
+    assert tracking.identify(configs[0])[-1] != tracking.identify(configs[1])[-1]
 
 
 def test_a_run_that_no_schedule_started_keeps_its_seed(monkeypatch):
     assert tracking.configure("smoke", "seed=5", tracking.UNSCHEDULED) == load_recipe("smoke", "seed=5")
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "abc")
-    assert tracking.identify(load_recipe("smoke"))[1] == "abc"
+    assert tracking.identify(load_recipe("smoke"))[-1] == "abc"
 
 
 def test_a_plan_is_the_same_after_a_flyte_edge():
     config = load_recipe("smoke", "algorithm.clip_range=[1e-4,3e-4] optimizer.learning_rate=3e-4 seed=9007199254740993")
     plan = RunPlan(
-        name="n", run_key="k", run_id="r", scope="s", store_uri="u", iterations=2, evaluation_iterations=[0, 2],
+        name="n", run_key="k", report_key="e", run_id="r", scope="s", store_uri="u", iterations=2,
+        evaluation_iterations=[0, 2],
         rollout=config.rollout_spec(), reward=config.reward_spec(), advantage=config.advantage_spec(),
         update=config.update_spec(), evaluate=config.evaluate_spec(), topology=config.topology,
         retention=config.retention, tracking=config.tracking)

@@ -67,7 +67,7 @@ def test_one_finished_run_a_training_named_and_tagged(two_runs, run_of):
         run = run_of(seed)
         assert run.info.status == "FINISHED"
         assert run.info.run_name == f"seed-{seed}"
-        assert run.data.tags["flyte.execution_id"] == f"local-{run.data.params['run_key'][:16]}"
+        assert run.data.tags["flyte.execution_id"] == f"local-{run.data.params['report_key'][:16]}"
         assert re.fullmatch("[0-9a-f]{40}", run.data.tags["mlflow.source.git.commit"])
 
 

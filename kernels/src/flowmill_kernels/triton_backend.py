@@ -23,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .heuristics import Layout, Tile
 from .schemes import Epilogue, Scheme
 
+# triton whose Gluon these kernels are written for; 3.9 renames and changes parts of it.
+GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8))
 _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -333,12 +335,18 @@ def hopper_kernels(device: torch.device) -> ModuleType | None:
     """The module of kernels with split roles where GPU and triton have what they need; None elsewhere, logged once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    try:
-        from . import hopper
-    except Exception as error:  # Gluon is experimental: another triton may lack any part of it
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    reason = None if version in GLUON_VERSIONS else "they are written for " + ", ".join(
+        f"{major}.{minor}" for major, minor in GLUON_VERSIONS)
+    if reason is None:
+        try:
+            from . import hopper
+        except Exception as error:  # Gluon is experimental: a build of triton may lack it
+            reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
         logging.getLogger(__name__).warning(
-            "triton %s has no Gluon as these kernels know it (%s: %s); plain Triton kernels give the same bits, slower",
-            triton.__version__, type(error).__name__, error)
+            "the Gluon kernels for Hopper are not used on triton %s: %s. Plain Triton kernels do the same, slower",
+            triton.__version__, reason)
         return None
     return hopper
 

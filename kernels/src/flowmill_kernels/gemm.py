@@ -1,0 +1,279 @@
+"""The linear layer's operators: checks, the choice of back end and schedule, and nothing of the arithmetic.
+
+In: activations, weights and the caller's SM count. Out: new tensors, no autograd graph; the autograd Functions that
+rollout and training share are built on these. `gemm_nt` is the forward, `gemm_nn` its dgrad, `wgrad` a sample's own
+weight gradient; `gemm_nt_partial` and `gemm_nn_partial` are one rank's share for tensor parallelism.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import cpu_backend
+from .availability import triton_reason
+from .heuristics import Layout, Tile, spread_segments, tile_for, tree_tile_for
+from .schemes import NUM_SEGMENTS, Activation, Epilogue, Scheme, consistent_scheme, tp_scheme
+
+Mode = Literal["consistent", "tp_invariant"]
+Backend = Literal["auto", "triton", "cpu"]
+Loads = Literal["auto", "tma", "pointer"]
+
+_ACTIVATIONS = ("none", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a GPU does for one GEMM. Only `scheme` is part of the result's bits; the rest is speed."""
+
+    scheme: Scheme
+    tile: Tile
+    spread: bool
+    """Segments go to different programs and are added by a second kernel (split-K)."""
+    loads: Loads = "auto"
+    """`auto`: TMA where the GPU and the row lengths allow it, else plain pointers."""
+
+
+def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilogue: Epilogue | None = None
+                     ) -> Schedule:
+    """The schedule that `gemm_nt` and `gemm_nn` take for m rows, n output columns and contraction length k."""
+    if mode == "tp_invariant":
+        scheme, tile = tp_scheme(k), tree_tile_for(n, k, m=m)
+    elif mode == "consistent":
+        scheme, tile = consistent_scheme(n, k), tile_for(n, k, m=m, gated=epilogue is not None and epilogue.gate)
+    else:
+        raise ValueError(f"mode must be 'consistent' or 'tp_invariant', got {mode!r}")
+    return Schedule(scheme, tile, spread_segments(m, n, scheme.num_segments(k)))
+
+
+def _choose_backend(name: str, backend: Backend, tensors: tuple[Tensor, ...]) -> Literal["triton", "cpu"]:
+    """Back end for these tensors.
+
+    Raises:
+        ValueError: tensors on different devices, or a back end that cannot take them.
+        RuntimeError: Triton is needed and unavailable.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
+    device = devices.pop()
+    if backend not in ("auto", "triton", "cpu"):
+        raise ValueError(f"{name}: backend must be 'auto', 'triton' or 'cpu', got {backend!r}")
+    chosen = ("cpu" if device.type == "cpu" else "triton") if backend == "auto" else backend
+    if chosen == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f"{name}: the CPU back end got tensors on {device}; move them or use backend='auto'")
+        return "cpu"
+    if (reason := triton_reason()) is not None:
+        raise RuntimeError(f"{name}: the Triton back end is unavailable: {reason}")
+    if device.type != "cuda":
+        from . import triton_backend
+
+        if not triton_backend.interpreted():
+            raise ValueError(f"{name}: the Triton back end needs CUDA tensors, got {device}; use backend='auto', or "
+                             "set TRITON_INTERPRET=1 before the first import of triton")
+    return "triton"
+
+
+def _check_common(name: str, x: Tensor, w: Tensor, num_sms: int, backend: str) -> None:
+    """What every operator asks of its two operands and its SM count."""
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+        raise ValueError(f"{name}: num_sms is the SM count of the caller's partition, a positive int; got {num_sms!r}")
+    allowed = (torch.bfloat16, torch.float16) if backend == "triton" else (torch.bfloat16, torch.float16, torch.float32)
+    if x.dtype not in allowed or w.dtype != x.dtype:
+        raise TypeError(f"{name}: the operands are {x.dtype} and {w.dtype}; both must be the same of "
+                        f"{', '.join(str(dtype) for dtype in allowed)} on the {backend} back end. Cast them first")
+
+
+def _check_operands(name: str, x: Tensor, w: Tensor, layout: Layout) -> None:
+    if x.dim() < 2 or w.dim() != 2:
+        raise ValueError(f"{name}: x must be [..., K] of at least two dimensions and w a matrix, got "
+                         f"{tuple(x.shape)} and {tuple(w.shape)}")
+    contraction = w.shape[1] if layout == "nt" else w.shape[0]
+    if x.shape[-1] != contraction:
+        wanted = "x [..., K] and w [N, K]" if layout == "nt" else "dy [..., N] and w [N, K]"
+        raise ValueError(f"{name}: needs {wanted}, got {tuple(x.shape)} and {tuple(w.shape)}: the inner sizes "
+                         f"{x.shape[-1]} and {contraction} differ")
+    if contraction == 0 or w.numel() == 0:
+        raise ValueError(f"{name}: w has no elements: {tuple(w.shape)}")
+
+
+def _check_epilogue(name: str, n: int, lead: tuple[int, ...], activation: str, bias: Tensor | None,
+                    gate: Tensor | None, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{name}: activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    rows = 1
+    for size in lead:
+        rows *= size
+    for label, tensor, shapes in (("bias", bias, ((n,),)), ("residual", residual, ((*lead, n),)),
+                                  ("out", out, ((*lead, n),))):
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name}: {label} must be {list(shapes[0])}, got {tuple(tensor.shape)}")
+    if gate is not None and (gate.dim() != 2 or gate.shape[1] != n or gate.shape[0] == 0 or rows % gate.shape[0]):
+        raise ValueError(f"{name}: gate must be [G, {n}] with G a divisor of the {rows} rows, got {tuple(gate.shape)}")
+    for label, tensor in (("bias", bias), ("gate", gate), ("residual", residual)):
+        if tensor is not None and tensor.dtype not in (dtype, torch.float32):
+            raise TypeError(f"{name}: {label} is {tensor.dtype}; it must be {dtype} like x, or torch.float32")
+    if out is not None and (out.dtype != dtype or not out.is_contiguous()):
+        raise TypeError(f"{name}: out must be contiguous {dtype}, got {out.dtype} with strides {out.stride()}")
+
+
+def _rows(x: Tensor, columns: int) -> Tensor:
+    """x as [rows, columns] with unit column stride and 16-byte aligned base and rows where its length allows it."""
+    x = x.reshape(-1, columns)
+    row_bytes = x.stride(0) * x.element_size()
+    if x.stride(1) != 1 or x.stride(0) < columns or row_bytes % 16:
+        x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
+          gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None,
+          backend: Backend, schedule: Schedule | None, partial_of: int | None = None) -> Tensor:
+    """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
+    given = tuple(t for t in (x, w, bias, gate, residual, out) if t is not None)
+    chosen = _choose_backend(name, backend, given)
+    _check_common(name, x, w, num_sms, chosen)
+    _check_operands(name, x, w, layout)
+    lead, k = tuple(x.shape[:-1]), x.shape[-1]
+    n = w.shape[0] if layout == "nt" else w.shape[1]
+    dtype = x.dtype if partial_of is None else torch.float32
+    _check_epilogue(name, n, lead, activation, bias, gate, residual, out, dtype)
+    x2 = _rows(x, k)
+    m = x2.shape[0]
+    epilogue = Epilogue(bias is not None, activation, gate is not None, residual is not None)
+    if schedule is None:
+        if partial_of is None:
+            schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=epilogue)
+        else:
+            scheme = tp_scheme(k * partial_of)
+            schedule = Schedule(scheme, tree_tile_for(n, k, m=m), spread_segments(m, n, scheme.num_segments(k)))
+    y = torch.empty((*lead, n), dtype=dtype, device=x.device) if out is None else out
+    if m == 0:
+        return y
+    common = {"layout": layout, "scheme": schedule.scheme, "epilogue": epilogue, "bias": bias, "gate": gate,
+              "residual": None if residual is None else residual.reshape(-1, n)}
+    if chosen == "cpu":
+        cpu_backend.gemm(x2, w, y.view(-1, n), **common)
+        return y
+    from . import triton_backend
+
+    for label in ("bias", "gate", "residual"):  # kernels index their last dimension with stride 1
+        if common[label] is not None and common[label].stride(-1) != 1:
+            common[label] = common[label].contiguous()
+    w2 = _rows(w, w.shape[1])
+    tma = schedule.loads != "pointer" and triton_backend.uses_tma(x2, w2)
+    if schedule.loads == "tma" and not tma:
+        raise ValueError(f"{name}: loads='tma' needs a Hopper or newer GPU and rows of whole 16 bytes, got K={k} and "
+                         f"N={n}")
+    triton_backend.gemm(x2, w2, y.view(-1, n), **common, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread,
+                        tma=tma)
+    return y
+
+
+def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, activation: Activation = "none",
+            gate: Tensor | None = None, residual: Tensor | None = None, mode: Mode = "consistent",
+            out: Tensor | None = None, backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
+    """A linear layer's forward, ``residual + gate * activation(x @ w.T + bias)``, rounded once.
+
+    The fp32 sum runs over K in an order fixed by N, K and the mode. The bits of a row depend on that row, w and K only:
+    not on the other rows, the row's position, the run or num_sms. In mode `tp_invariant` K is always summed in 8
+    segments and a balanced tree, so that tensor-parallel shards (`gemm_nt_partial`) give the same bits too.
+
+    Args:
+        x: ``[..., K]``, bf16 or fp16 (on the CPU also fp32). Rows that are not contiguous are copied first.
+        w: ``[N, K]``, same dtype.
+        bias: ``[N]``, dtype of x or fp32.
+        num_sms: SMs of the caller's partition; never read from the device. The CPU back end ignores it.
+        activation: `none` or `gelu_tanh`, in fp32.
+        gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample.
+        residual: ``[..., N]``.
+        out: Where to write; contiguous.
+        backend: `auto` takes the CPU back end for CPU tensors. `triton` with CPU tensors needs Triton's interpreter.
+        schedule: Tile, spread and loads by hand (`gemm_nt_schedule`); only its scheme can change bits.
+
+    Returns:
+        ``[..., N]`` of x's dtype. NaN and infinities propagate as in torch. Zero rows give zero rows.
+
+    Raises:
+        TypeError, ValueError: for dtypes and shapes that do not fit; `tp_invariant` needs K to be a multiple of 128.
+        RuntimeError: the Triton back end was needed and is unavailable, with the reason.
+
+    Guarantees: run, batch, position, SM count (`GUARANTEES["gemm_nt"]`); `tp_invariant` also TP 1 = 2 = 4 = 8.
+    Error against fp64: the bound in `GUARANTEES`. Shapes: any; K not a multiple of 8 loads by plain pointers, slower.
+    """
+    return _gemm("gemm_nt", x, w, "nt", bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
+                 num_sms=num_sms, out=out, backend=backend, schedule=schedule)
+
+
+def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, residual: Tensor | None = None, mode: Mode = "consistent",
+            out: Tensor | None = None, backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
+    """A linear layer's dgrad, ``dx = dy @ w`` (+ residual), with the guarantees of `gemm_nt`; the contraction is N.
+
+    Args:
+        dy: ``[..., N]``. w: ``[N, K]``. residual: ``[..., K]``, for a gradient that joins from another branch.
+
+    Returns:
+        ``[..., K]`` of dy's dtype.
+    """
+    return _gemm("gemm_nn", dy, w, "nn", bias=None, activation="none", gate=None, residual=residual, mode=mode,
+                 num_sms=num_sms, out=out, backend=backend, schedule=schedule)
+
+
+def _check_ranks(name: str, num_ranks: int) -> None:
+    if num_ranks not in (1, 2, 4, 8):
+        raise ValueError(f"{name}: num_ranks must divide the {NUM_SEGMENTS} segments (1, 2, 4 or 8), got {num_ranks}")
+
+
+def gemm_nt_partial(x: Tensor, w: Tensor, *, num_ranks: int, num_sms: int, backend: Backend = "auto",
+                    schedule: Schedule | None = None) -> Tensor:
+    """One rank's fp32 sum of a row-parallel linear in mode `tp_invariant`; `combine_partials` makes the layer's output.
+
+    Args:
+        x: ``[..., K / num_ranks]``, this rank's columns. w: ``[N, K / num_ranks]``, the same columns.
+        num_ranks: 1, 2, 4 or 8; the rank holds 8 / num_ranks of the 8 segments and adds them as their subtree.
+
+    Returns:
+        ``[..., N]`` fp32, no bias, not rounded.
+    """
+    _check_ranks("gemm_nt_partial", num_ranks)
+    return _gemm("gemm_nt_partial", x, w, "nt", bias=None, activation="none", gate=None, residual=None,
+                 mode="tp_invariant", num_sms=num_sms, out=None, backend=backend, schedule=schedule,
+                 partial_of=num_ranks)
+
+
+def gemm_nn_partial(dy: Tensor, w: Tensor, *, num_ranks: int, num_sms: int, backend: Backend = "auto",
+                    schedule: Schedule | None = None) -> Tensor:
+    """One rank's fp32 dgrad sum of a column-parallel linear: dy ``[..., N / num_ranks]``, w ``[N / num_ranks, K]``."""
+    _check_ranks("gemm_nn_partial", num_ranks)
+    return _gemm("gemm_nn_partial", dy, w, "nn", bias=None, activation="none", gate=None, residual=None,
+                 mode="tp_invariant", num_sms=num_sms, out=None, backend=backend, schedule=schedule,
+                 partial_of=num_ranks)
+
+
+@torch.no_grad()
+def wgrad(dy: Tensor, x: Tensor, *, num_sms: int, backend: Backend = "auto") -> Tensor:
+    """Every sample's own weight gradient in fp32, ``dw[s] = dy[s].T @ x[s]``, tokens added in order.
+
+    A weight's gradient is the sum of these over the update batch, which `LeafSum` takes. The bits of dw[s] depend on
+    sample s only.
+
+    Args:
+        dy: ``[S, T, N]``. x: ``[S, T, K]``, same dtype (bf16 or fp16; on the CPU also fp32).
+
+    Returns:
+        ``[S, N, K]`` fp32: 4 N K bytes a sample, small for LoRA and the reason not to use this for full fine-tuning.
+    """
+    chosen = _choose_backend("wgrad", backend, (dy, x))
+    if dy.dim() != 3 or x.dim() != 3 or dy.shape[:2] != x.shape[:2]:
+        raise ValueError(f"wgrad: needs dy [S, T, N] and x [S, T, K], got {tuple(dy.shape)} and {tuple(x.shape)}")
+    _check_common("wgrad", x, dy, num_sms, chosen)
+    if dy.numel() == 0 or x.numel() == 0:
+        return torch.zeros((dy.shape[0], dy.shape[2], x.shape[2]), dtype=torch.float32, device=dy.device)
+    if chosen == "cpu":
+        return cpu_backend.wgrad(dy, x)
+    from . import triton_backend
+
+    return triton_backend.wgrad(dy.contiguous(), x.contiguous(), num_sms=num_sms)

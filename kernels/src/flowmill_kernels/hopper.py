@@ -1,0 +1,300 @@
+"""Kernels for Hopper in Gluon: the sums of the Triton back end, by warps with split roles.
+
+One warp only loads; two groups of four warps own 64 rows each of a tile of 128. The groups run apart: while one adds or
+stores, the other multiplies, and loads run ahead through segments and tiles. Plain Triton cannot keep the waiting sums
+of `tp_invariant`'s tree near without stalling the tensor cores at each segment: its best form reached 0.43 of cuBLAS.
+Here the sum of one segment waits in registers, that of two in shared memory, that of four in shared or device memory.
+
+The order of every sum is the scheme's, so the bits are those of the Triton kernel; tests prove it. Gluon is an
+experimental interface of triton: versions it is not written for take the Triton back end's own kernel.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .heuristics import Layout, Tile
+from .schemes import NUM_SEGMENTS, Epilogue, Scheme
+
+BLOCK_M = 128
+SHARED_BYTES = 232448  # of a block on compute capability 9.0
+_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+# Named differently in triton 3.6 and in later versions.
+_copy_in = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
+_copy_out = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+
+
+@gluon.jit
+def _origin(tile, M, N, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """First row and column of a tile: columns inside groups of GROUP_M row blocks."""
+    per_group = GROUP_M * gl.cdiv(N, BLOCK_N)
+    group = tile // per_group
+    inside = tile - group * per_group
+    height = min(gl.cdiv(M, 128) - group * GROUP_M, GROUP_M)
+    return (group * GROUP_M + inside % height) * 128, inside // height * BLOCK_N
+
+
+@gluon.jit
+def _load_all(x, w, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks_k, BLOCK_N: gl.constexpr,
+              BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+    """The loading warp: every operand block of every tile of this program, in order, as slots become free."""
+    step = 0
+    for t in range(my_tiles):
+        row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
+        for i in range(blocks_k):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, 2 * x.block_type.nbytes + w.block_type.nbytes)
+            _copy_in(x, [row, i * BLOCK_K], bar, a_tiles.index(slot * 2))
+            _copy_in(x, [row + 64, i * BLOCK_K], bar, a_tiles.index(slot * 2 + 1))
+            if NT:
+                _copy_in(w, [col, i * BLOCK_K], bar, b_tiles.index(slot))
+            else:
+                _copy_in(w, [i * BLOCK_K, col], bar, b_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply(acc, step, a_tiles, b_tiles, ready, HALF: gl.constexpr, FIRST: gl.constexpr, NT: gl.constexpr,
+              STAGES: gl.constexpr):
+    """Start the products of one K block for 64 rows; on return those of the block before are done."""
+    slot = step % STAGES
+    mbarrier.wait(ready.index(slot), step // STAGES & 1)
+    if NT:
+        b = b_tiles.index(slot).permute((1, 0))
+    else:
+        b = b_tiles.index(slot)
+    acc = warpgroup_mma(a_tiles.index(slot * 2 + HALF), b, acc, use_acc=not FIRST, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+
+
+@gluon.jit
+def _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
+                   HALF: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+    """Sum one segment, the last block's products still under way; a slot goes back to the loader once it is read.
+
+    The first block overwrites the accumulator: a zeroed one would be one more tile of live registers, and the compiler
+    then serializes the products.
+    """
+    acc = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT, STAGES)
+    for i in range(1, steps):
+        acc = _multiply(acc, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _end_segment(acc, step, steps, empty, STAGES: gl.constexpr):
+    """Wait for the last block's products and give its slot back."""
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
+              HALF: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+    """Sum of two neighbouring segments for 64 rows; the second starts before the first one's last products are done."""
+    one = _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
+    step += steps
+    other = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT,
+                      STAGES)
+    one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+    mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+    for i in range(1, steps):
+        other = _multiply(other, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+    return one + _end_segment(other, step, steps, empty, STAGES)
+
+
+@gluon.jit
+def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+              layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
+              GATE: gl.constexpr, RESIDUAL: gl.constexpr):
+    """``residual + gate * gelu(acc + bias)``, operation for operation as in the Triton back end."""
+    rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    if BIAS:
+        acc = acc + gl.expand_dims(gl.load(bias + cols, cols < N, other=0.0).to(gl.float32), 0)
+    if GELU:
+        u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
+        acc = 0.5 * acc * (2.0 - 2.0 / (gl.exp(2.0 * u) + 1.0))
+    if GATE or RESIDUAL:
+        inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
+    if GATE:
+        at = gl.expand_dims(rows // rows_per_gate * stride_gate, 1) + gl.expand_dims(cols, 0)
+        acc = acc * gl.load(gate + at, inside, other=0.0).to(gl.float32)
+    if RESIDUAL:
+        at = gl.expand_dims(rows * stride_residual, 1) + gl.expand_dims(cols, 0)
+        acc = gl.load(residual + at, inside, other=0.0).to(gl.float32) + acc
+    return acc
+
+
+@gluon.jit
+def _four_at(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where the values of a tile wait in device memory: every thread's own together, threads side by side.
+
+    The pattern is that of the accumulator: a pair of columns a thread, 8 rows a step. Any bijection would do.
+    """
+    rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    cols = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout)), 0)
+    # 8 rows x 8 columns are one warp-wide access of 2 values a thread.
+    return four + ((rows // 8 * (BLOCK_N // 8) + cols // 8) * 64 + rows % 8 * 8 + cols % 8)
+
+
+@gluon.jit
+def _four_store(four, part, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    gl.store(_four_at(four, layout, BLOCK_N), part)
+
+
+@gluon.jit
+def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    return gl.load(_four_at(four, layout, BLOCK_N))
+
+
+@gluon.jit
+def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, four_tile, out_tile, ready, empty, M, N,
+                my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
+                SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
+                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, SCRATCH: gl.constexpr,
+                NT: gl.constexpr, STAGES: gl.constexpr):
+    """Four warps: 64 rows of every tile of this program, the tree over segments, the epilogue and the store."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, BLOCK_N, 16])
+    if SCRATCH:
+        four = scratch + (gl.program_id(0).to(gl.int64) * 2 + HALF) * (64 * BLOCK_N)
+    step = 0
+    for t in range(my_tiles):
+        row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
+        row += HALF * 64
+        if SEGMENTS == 4 or SCRATCH:  # the last store may still read what the first segments overwrite
+            tma.store_wait(0)
+        if SEGMENTS == 1:
+            part = _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
+            part = _end_segment(part, step, steps, empty, STAGES)
+            step += steps
+        else:
+            for pair in gl.static_range(SEGMENTS // 2):
+                part = _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
+                step += 2 * steps
+                if pair % 2 == 1:
+                    part = two_tile.load(layout) + part
+                    if pair == 3:
+                        if SCRATCH:
+                            part = _four_load(four, layout, BLOCK_N) + part
+                        else:
+                            part = four_tile.load(layout) + part
+                    elif SEGMENTS == 8:
+                        if SCRATCH:
+                            _four_store(four, part, layout, BLOCK_N)
+                        else:
+                            tma.store_wait(0)  # the last store may still read this memory
+                            four_tile.store(part)
+                elif SEGMENTS > 2:
+                    two_tile.store(part)
+        part = _epilogue(part, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                         layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+        if SEGMENTS < 4:
+            tma.store_wait(0)
+        out_tile.store(part.to(y.dtype))
+        fence_async_shared()
+        _copy_out(y, [row, col], out_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """`ready` and `empty` of every slot."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    fence_async_shared()
+    return ready, empty
+
+
+@gluon.jit(do_not_specialize=["M", "steps", "rows_per_gate"])
+def _halves_gemm(x, w, y, bias, gate, residual, scratch, M, N, steps, rows_per_gate, stride_gate, stride_residual,
+                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+                 BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr,
+                 SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+    """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
+    a_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK_K], x.layout)
+    b_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    # Waiting sums; the output's tile takes the memory of the last that is read.
+    wait_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    if SEGMENTS >= 4:
+        two_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
+        if SEGMENTS == 8 and not SCRATCH:
+            four_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
+        else:
+            four_tiles = two_tiles
+        PER_WAITING: gl.constexpr = 32 // y.dtype.primitive_bitwidth
+        out_tiles = four_tiles._reinterpret(y.dtype, [2 * PER_WAITING, 64, BLOCK_N], y.layout)
+        out_0 = out_tiles.index(0)
+        out_1 = out_tiles.index(PER_WAITING)
+    else:
+        two_tiles = gl.allocate_shared_memory(y.dtype, [2, 64, BLOCK_N], y.layout)
+        four_tiles = two_tiles
+        out_0 = two_tiles.index(0)
+        out_1 = two_tiles.index(1)
+    ready, empty = _make_barriers(STAGES, 2)
+    num_tiles = gl.cdiv(M, 128) * gl.cdiv(N, BLOCK_N)
+    my_tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
+    gl.warp_specialize([
+        (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
+                       out_0, ready, empty, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, 0,
+                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
+        (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
+                       out_1, ready, empty, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, 1,
+                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
+        (_load_all, (x, w, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps, BLOCK_N, BLOCK_K, GROUP_M,
+                     NT, STAGES)),
+    ], [4, 1], [240, 24])
+
+
+def takes(y: Tensor, scheme: Scheme, k: int, tile: Tile) -> bool:
+    """Whether these kernels can do it: one segment, or a tree of whole blocks of 64; a 16-bit output unless a tree."""
+    if scheme.num_segments(k) == 1:
+        return y.element_size() == 2
+    return scheme.order == "tree" and scheme.segment_k % tile.block_k == 0
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GL_DTYPE[tensor.dtype])
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
+         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile) -> None:
+    """As the Triton back end's `gemm`; every operand must suit TMA, and `takes` must hold."""
+    (m, k), n = x.shape, y.shape[1]
+    nt, segments = layout == "nt", scheme.num_segments(k)
+    steps = triton.cdiv(k, tile.block_k) if segments == 1 else scheme.segment_k // tile.block_k
+    grid = min(num_sms, triton.cdiv(m, BLOCK_M) * triton.cdiv(n, tile.block_n))
+    use_scratch = segments == NUM_SEGMENTS and tile.register_levels == 1
+    scratch = torch.empty(grid * BLOCK_M * tile.block_n, dtype=torch.float32, device=x.device) if use_scratch else None
+    w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
+    waiting = 4 * BLOCK_M * tile.block_n * (2 if segments == NUM_SEGMENTS and not use_scratch else 1)
+    stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
+    room = SHARED_BYTES - 1024 - (waiting if segments >= 4 else y.element_size() * BLOCK_M * tile.block_n)
+    _halves_gemm[(grid,)](
+        _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block),
+        _descriptor(y, [BLOCK_M // 2, tile.block_n]), bias, gate, residual, scratch, m, n, steps,
+        1 if gate is None else m // gate.shape[0], 0 if gate is None else gate.stride(0),
+        0 if residual is None else residual.stride(0), SEGMENTS=segments, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m, BIAS=epilogue.bias, GELU=epilogue.activation == "gelu_tanh", GATE=epilogue.gate,
+        RESIDUAL=epilogue.residual, SCRATCH=use_scratch, NT=nt, STAGES=min(tile.num_stages, room // stage), num_warps=4,
+        enable_fp_fusion=False)

@@ -1,0 +1,406 @@
+"""The GEMMs: what each declares is what is tested, over one shape list, on the CPU back end and on a GPU (`gpu`)."""
+
+import dataclasses
+import importlib.util
+import os
+
+import pytest
+import torch
+from flowmill_kernels import (
+    GUARANTEES,
+    NUM_SEGMENTS,
+    Schedule,
+    assert_bitwise_equal,
+    combine_partials,
+    gemm_nn,
+    gemm_nn_partial,
+    gemm_nt,
+    gemm_nt_partial,
+    gemm_nt_schedule,
+    relative_frobenius_error,
+    segment_range,
+    wgrad,
+)
+from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, tile_for, tree_tile_for
+from flowmill_kernels.schemes import Scheme, combine, consistent_scheme, tp_scheme, tree_sum
+from flowmill_kernels.shapes import NARROW_SHAPES, ROWS, SHAPES, SM_COUNTS, TINY_SHAPES, Shape
+
+CPU = torch.device("cpu")
+MODES = ("consistent", "tp_invariant")
+TP = GUARANTEES["gemm_nt_tp"].tensor_parallel
+# One rounding is at most 2**-p relative and in the norm below half of that; the fp32 sum is far below (GUARANTEES).
+ERROR_BOUND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3e-5}
+GPU_SHAPES = tuple(dict.fromkeys(Shape(577, s.n, s.k) for s in (*SHAPES, *NARROW_SHAPES)))
+interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton and TRITON_INTERPRET=1 in the environment")
+
+
+def operands(shape: Shape, device: torch.device = CPU, dtype: torch.dtype = torch.bfloat16
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(shape.m, shape.k, device=device).to(dtype)
+    return x, (torch.randn(shape.n, shape.k, device=device) / shape.k**0.5).to(dtype)
+
+
+def check_rows(x: torch.Tensor, w: torch.Tensor, mode: str, row_counts: tuple[int, ...]) -> None:
+    """Batch, position, run and SM count: bits of rows against those of one large call."""
+    promised = GUARANTEES["gemm_nt" if mode == "consistent" else "gemm_nt_tp"]
+    assert promised.run
+    assert promised.batch
+    assert promised.position
+    assert promised.sm_count
+    bias = torch.randn(w.shape[0], device=x.device).to(x.dtype)
+
+    def call(rows: torch.Tensor, sms: int = SM_COUNTS[0]) -> torch.Tensor:
+        return gemm_nt(rows, w, bias, activation="gelu_tanh", mode=mode, num_sms=sms)
+
+    base = call(x)
+    assert_bitwise_equal(call(x), base)
+    for sms in SM_COUNTS:
+        for m in row_counts:
+            assert_bitwise_equal(call(x[:m], sms), base[:m])
+        assert_bitwise_equal(call(x.flip(0), sms).flip(0), base)
+    assert_bitwise_equal(call(torch.cat((x.new_full((3, x.shape[1]), 1e4), x)))[3:], base)
+
+
+def check_dgrad(shape: Shape, device: torch.device, mode: str) -> None:
+    promised = GUARANTEES["gemm_nn"]
+    assert promised.run
+    assert promised.batch
+    _, w = operands(shape, device)
+    dy = torch.randn(shape.m, shape.n, device=device).to(w.dtype)
+    base = gemm_nn(dy, w, mode=mode, num_sms=SM_COUNTS[0])
+    exact = dy.double() @ w.double()
+    assert relative_frobenius_error(base, exact) < ERROR_BOUND[w.dtype]
+    for sms in SM_COUNTS:
+        for m in (1, 7, shape.m):
+            assert_bitwise_equal(gemm_nn(dy[:m], w, mode=mode, num_sms=sms), base[:m])
+
+
+def check_tensor_parallel(x: torch.Tensor, w: torch.Tensor, sms: int) -> None:
+    """Row- and column-parallel forward and column-parallel dgrad, ranks one after the other on one device."""
+    (m, k), n = x.shape, w.shape[0]
+    bias, residual = torch.randn(n).to(x), torch.randn(m, n).to(x)
+    gate = torch.randn(1, n).to(x)
+    end = {"activation": "gelu_tanh", "gate": gate, "residual": residual}
+    whole = gemm_nt(x, w, bias, mode="tp_invariant", num_sms=sms, **end)
+    dy = torch.randn(m, n).to(x)
+    whole_dx = gemm_nn(dy, w, mode="tp_invariant", num_sms=sms) if n % 128 == 0 else None
+    for ranks in TP:
+        shares = [segment_range(k, rank=rank, num_ranks=ranks) for rank in range(ranks)]
+        parts = [gemm_nt_partial(x[:, s.start : s.stop].contiguous(), w[:, s.start : s.stop].contiguous(),
+                                 num_ranks=ranks, num_sms=sms) for s in shares]
+        assert_bitwise_equal(combine_partials(parts, bias, dtype=x.dtype, num_sms=sms, **end), whole)
+        columns = torch.arange(n).chunk(ranks)
+        column_parallel = [
+            gemm_nt(x, w[c].contiguous(), bias[c], mode="tp_invariant", num_sms=sms, activation="gelu_tanh",
+                    gate=gate[:, c].contiguous(), residual=residual[:, c].contiguous()) for c in columns]
+        assert_bitwise_equal(torch.cat(column_parallel, 1), whole)
+        if whole_dx is not None:
+            shares = [segment_range(n, rank=rank, num_ranks=ranks) for rank in range(ranks)]
+            parts = [gemm_nn_partial(dy[:, s.start : s.stop].contiguous(), w[s.start : s.stop].contiguous(),
+                                     num_ranks=ranks, num_sms=sms) for s in shares]
+            assert_bitwise_equal(combine_partials(parts, dtype=x.dtype, num_sms=sms), whole_dx)
+
+
+def check_epilogues(x: torch.Tensor, w: torch.Tensor) -> None:
+    """Each part of the epilogue against fp64."""
+    m, n = x.shape[0], w.shape[0]
+    bias, gate, residual = (torch.randn(s, device=x.device).to(x.dtype) for s in ((n,), (2, n), (m, n)))
+    z = x.double() @ w.double().T
+    g = gate.double().repeat_interleave(m // 2, 0)
+    gelu = torch.nn.functional.gelu
+    cases = (
+        ({}, z),
+        ({"bias": bias}, z + bias.double()),
+        ({"bias": bias.float()}, z + bias.double()),
+        ({"activation": "gelu_tanh"}, gelu(z, approximate="tanh")),
+        ({"gate": gate}, z * g),
+        ({"residual": residual}, residual.double() + z),
+        ({"bias": bias, "activation": "gelu_tanh", "gate": gate, "residual": residual},
+         residual.double() + g * gelu(z + bias.double(), approximate="tanh")),
+    )
+    for options, exact in cases:
+        for mode in MODES:
+            y = gemm_nt(x, w, mode=mode, num_sms=4, **options)
+            assert relative_frobenius_error(y, exact) < ERROR_BOUND[x.dtype], (options.keys(), mode)
+
+
+def check_special_values(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN and infinities end up where torch puts them."""
+    x, w = operands(Shape(9, 24, 128), device, dtype)
+    x[1, 5], x[2, 7], x[3, 9] = float("nan"), float("inf"), float("-inf")
+    x[4, 1], x[4, 2] = float("inf"), float("-inf")
+    x[5] = 0
+    expected = x.float() @ w.float().T
+    for mode in MODES:
+        for y in (gemm_nt(x, w, mode=mode, num_sms=2), gemm_nt(x, w, torch.zeros(24).to(x), mode=mode, num_sms=2)):
+            assert torch.equal(y.isnan(), expected.isnan())
+            assert torch.equal(y.isinf(), expected.isinf())
+            assert torch.equal(y[y.isinf()].sign(), expected[expected.isinf()].to(dtype).sign())
+            assert not y[5].any()
+    gelu = gemm_nt(x, w, activation="gelu_tanh", num_sms=2)
+    assert torch.equal(gelu.isnan(), torch.nn.functional.gelu(expected, approximate="tanh").isnan())
+
+
+# On the CPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", TINY_SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_row_bits_depend_on_the_row_only(shape: Shape, mode: str) -> None:
+    check_rows(*operands(shape), mode, (1, 7, shape.m))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dgrad_row_bits_depend_on_the_row_only(mode: str) -> None:
+    check_dgrad(Shape(19, 128, 24), CPU, mode)
+
+
+def test_tensor_parallel_ranks_give_the_same_bits() -> None:
+    check_tensor_parallel(*operands(Shape(5, 128, 256)), sms=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_epilogues_match_fp64(dtype: torch.dtype) -> None:
+    check_epilogues(*operands(Shape(6, 40, 128), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nan_and_infinities_propagate_as_in_torch(dtype: torch.dtype) -> None:
+    check_special_values(CPU, dtype)
+
+
+def test_a_hand_made_sum_shows_the_order_of_each_scheme() -> None:
+    # Segments of 16 that sum to 2**24, 1, 1, 1, ...: serially every 1 is lost, in pairs 1 + 1 is not.
+    x = torch.zeros(1, 128)
+    x[0, ::16] = 1.0
+    x[0, 0] = 2.0**24
+    w = torch.ones(1, 128)
+    serial = Schedule(Scheme(16, "serial"), FEW_NARROW, False)
+    assert gemm_nt(x, w, num_sms=1, schedule=serial).item() == 2.0**24
+    assert gemm_nt(x, w, num_sms=1, mode="tp_invariant").item() == 2.0**24 + 6.0
+
+
+def test_schemes_are_a_property_of_n_and_k_alone() -> None:
+    for n, k in {(s.n, s.k) for s in (*SHAPES, *NARROW_SHAPES)}:
+        schemes = {gemm_nt_schedule(m, n, k).scheme for m in ROWS}
+        assert schemes == {consistent_scheme(n, k)}
+    assert {gemm_nt_schedule(m, 3072, 3072, mode="tp_invariant").scheme for m in ROWS} == {Scheme(384, "tree")}
+    assert tp_scheme(1536).num_segments(1536) == NUM_SEGMENTS
+
+
+def test_every_tile_that_a_rule_returns_is_in_the_catalogue() -> None:
+    for m in ROWS:
+        for n in (32, 64, 512, 1536, 3072, 12288):
+            for k in (128, 1536, 12288):
+                tiles = {tree_tile_for(n, k, m=m), *(tile_for(n, k, m=m, gated=gated) for gated in (False, True))}
+                assert tiles <= set(CATALOGUE.values())
+
+
+def test_combine_and_tree_sum_orders() -> None:
+    parts = [torch.tensor(v) for v in (2.0**24, 1.0, 1.0, 1.0)]
+    assert combine(parts, "serial").item() == 2.0**24
+    assert combine(parts, "tree").item() == 2.0**24 + 2.0
+    with pytest.raises(ValueError, match="power of two"):
+        tree_sum(parts[:3], lambda a, b: a + b)
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_dtypes_are_refused() -> None:
+    x, w = operands(Shape(4, 8, 128))
+    with pytest.raises(TypeError, match=r"torch\.bfloat16 and torch\.float16"):
+        gemm_nt(x, w.half(), num_sms=1)
+    with pytest.raises(TypeError, match=r"torch\.float64.*Cast"):
+        gemm_nt(x.double(), w.double(), num_sms=1)
+    with pytest.raises(TypeError, match=r"bias is torch\.float64"):
+        gemm_nt(x, w, torch.zeros(8, dtype=torch.float64), num_sms=1)
+    with pytest.raises(TypeError, match="out must be contiguous"):
+        gemm_nt(x, w, num_sms=1, out=torch.empty(4, 8))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, w = operands(Shape(4, 8, 128))
+    for call, message in (
+        (lambda: gemm_nt(x[:, :64], w, num_sms=1), "inner sizes 64 and 128 differ"),
+        (lambda: gemm_nn(x, w, num_sms=1), "dy"),
+        (lambda: gemm_nt(x[0], w, num_sms=1), "at least two dimensions"),
+        (lambda: gemm_nt(x, w, torch.zeros(7).to(x), num_sms=1), r"bias must be \[8\]"),
+        (lambda: gemm_nt(x, w, gate=torch.zeros(3, 8).to(x), num_sms=1), "G a divisor of the 4 rows"),
+        (lambda: gemm_nt(x, w, residual=torch.zeros(3, 8).to(x), num_sms=1), "residual must be"),
+        (lambda: gemm_nt(x, w, num_sms=0), "num_sms"),
+        (lambda: gemm_nt(x, w, num_sms=True), "num_sms"),
+        (lambda: gemm_nt(x, w, activation="relu", num_sms=1), "activation must be one of"),
+        (lambda: gemm_nt(x, w, mode="fast", num_sms=1), "mode must be"),
+        (lambda: gemm_nt(x, w, backend="gpu", num_sms=1), "backend must be"),
+        (lambda: gemm_nt(x[:, :0], w[:, :0], num_sms=1), "no elements"),
+        (lambda: gemm_nt_partial(x, w, num_ranks=3, num_sms=1), "1, 2, 4 or 8"),
+        (lambda: segment_range(128, rank=2, num_ranks=2), r"rank must be in 0\.\.1"),
+        (lambda: combine_partials([torch.zeros(2, 2), torch.zeros(2, 3)], dtype=x.dtype, num_sms=1), "rank 1 gave"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_k_that_is_no_multiple() -> None:
+    for k in (1, 7, 100, 1025):
+        x, w = operands(Shape(3, 5, k))
+        assert relative_frobenius_error(gemm_nt(x, w, num_sms=1), x.double() @ w.double().T) < ERROR_BOUND[x.dtype]
+    with pytest.raises(ValueError, match=r"multiple of 128.*K=100"):
+        gemm_nt(*operands(Shape(3, 5, 100)), mode="tp_invariant", num_sms=1)
+
+
+def test_layouts_that_are_not_contiguous_give_the_same_bits() -> None:
+    x, w = operands(Shape(12, 24, 128))
+    base = gemm_nt(x, w, num_sms=1)
+    wide = torch.zeros(12, 131, dtype=x.dtype)
+    wide[:, 1:129] = x
+    assert_bitwise_equal(gemm_nt(wide[:, 1:129], w, num_sms=1), base)
+    assert_bitwise_equal(gemm_nt(x.T.contiguous().T, w.T.contiguous().T, num_sms=1), base)
+    assert_bitwise_equal(gemm_nt(x.view(3, 4, 128), w, num_sms=1), base.view(3, 4, 24))
+    assert_bitwise_equal(gemm_nt(x[:1].expand(4, -1), w, num_sms=1), base[:1].expand(4, -1))
+
+
+def test_zero_rows_give_zero_rows() -> None:
+    _, w = operands(Shape(1, 24, 128))
+    for mode in MODES:
+        assert gemm_nt(torch.empty(0, 128, dtype=w.dtype), w, mode=mode, num_sms=1).shape == (0, 24)
+        assert gemm_nt(torch.empty(2, 0, 128, dtype=w.dtype), w, mode=mode, num_sms=1).shape == (2, 0, 24)
+    assert gemm_nn(torch.empty(0, 24, dtype=w.dtype), w, num_sms=1).shape == (0, 128)
+
+
+def test_results_carry_no_autograd_graph() -> None:
+    x, w = operands(Shape(3, 5, 128))
+    assert not gemm_nt(x.requires_grad_(), w.requires_grad_(), num_sms=1).requires_grad
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
+def test_cpu_tensors_on_the_triton_back_end_are_a_clear_error() -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"unavailable: |needs CUDA tensors"):
+        gemm_nt(*operands(Shape(3, 5, 128)), num_sms=1, backend="triton")
+
+
+# In Triton's interpreter (fp16: its bf16 product is wrong) -----------------------------------------------------------
+
+
+@interpreter
+@pytest.mark.parametrize("shape", TINY_SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_interpreted_kernels_are_right_and_spread_equals_one_pass(shape: Shape, mode: str) -> None:
+    x, w = operands(shape, dtype=torch.float16)
+    bias, gate, residual = torch.randn(shape.n).half(), torch.randn(1, shape.n).half(), torch.randn(shape.m, shape.n)
+    options = {"activation": "gelu_tanh", "gate": gate, "residual": residual.half(), "num_sms": 3, "backend": "triton"}
+    gelu = torch.nn.functional.gelu
+    exact = residual.half().double() + gate.double() * gelu(x.double() @ w.double().T + bias.double(),
+                                                            approximate="tanh")
+    plan = gemm_nt_schedule(shape.m, shape.n, shape.k, mode=mode)
+    tile = dataclasses.replace(FEW_NARROW, block_k=64)
+    results = [gemm_nt(x, w, bias, **options, schedule=dataclasses.replace(plan, tile=tile, spread=spread, loads=loads))
+               for spread in (False, True) for loads in ("tma", "pointer") if shape.k % 8 == 0]
+    for y in results:
+        assert relative_frobenius_error(y, exact) < ERROR_BOUND[torch.float16]
+        assert_bitwise_equal(y, results[0])
+    dx = gemm_nn(results[0], w, num_sms=2, backend="triton")
+    assert relative_frobenius_error(dx, results[0].double() @ w.double()) < ERROR_BOUND[torch.float16]
+
+
+@interpreter
+def test_interpreted_trees_and_wgrad() -> None:
+    x, w = operands(Shape(20, 24, 256), dtype=torch.float16)
+    exact = x.double() @ w.double().T
+    plan = gemm_nt_schedule(20, 24, 256, mode="tp_invariant")
+    for levels in (0, 1, 2, 3):
+        for flatten in (False, True):
+            tile = dataclasses.replace(FEW_NARROW, register_levels=levels, flatten=flatten, epilogue_parts=2)
+            y = gemm_nt(x, w, num_sms=1, backend="triton", schedule=Schedule(plan.scheme, tile, False))
+            assert relative_frobenius_error(y, exact) < ERROR_BOUND[torch.float16]
+    dy, x = torch.randn(3, 37, 32).half(), torch.randn(3, 37, 48).half()
+    dw = wgrad(dy, x, num_sms=2, backend="triton")
+    assert relative_frobenius_error(dw, dy.double().transpose(1, 2) @ x.double()) < 3e-5
+
+
+# On a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_gpu_row_bits_depend_on_the_row_only(gpu: torch.device, shape: Shape, mode: str) -> None:
+    if mode == "tp_invariant" and shape.k % 128:
+        pytest.skip("tp_invariant needs K to be a multiple of 128")
+    check_rows(*operands(shape._replace(m=max(ROWS)), gpu), mode, ROWS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_gpu_every_tile_spread_and_load_gives_the_same_bits(gpu: torch.device, shape: Shape) -> None:
+    x, w = operands(shape, gpu)
+    bias, gate, residual = (torch.randn(s, device=gpu).to(x) for s in ((shape.n,), (1, shape.n), (shape.m, shape.n)))
+    end = {"bias": bias, "activation": "gelu_tanh", "gate": gate, "residual": residual}
+    for mode in MODES if shape.k % 128 == 0 else MODES[:1]:
+        plan = gemm_nt_schedule(*shape, mode=mode)
+        base = gemm_nt(x, w, num_sms=132, schedule=plan, **end)
+        plans = [dataclasses.replace(plan, tile=tile, spread=False) for tile in CATALOGUE.values()
+                 if plan.scheme.num_segments(shape.k) == 1 or tile.block_m * tile.block_n <= 128 * 128]
+        plans += [dataclasses.replace(plan, spread=spread) for spread in (False, True)]
+        plans += [dataclasses.replace(plan, loads="pointer", tile=CATALOGUE["narrow"], spread=False)]
+        for other in plans:
+            assert_bitwise_equal(gemm_nt(x, w, num_sms=96, schedule=other, **end), base)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_gpu_tensor_parallel_ranks_give_the_same_bits(gpu: torch.device, shape: Shape) -> None:
+    if shape.k % 128:
+        pytest.skip("tp_invariant needs K to be a multiple of 128")
+    check_tensor_parallel(*operands(shape, gpu), sms=132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [s for s in GPU_SHAPES if s.n % 128 == 0], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_gpu_dgrad_row_bits_depend_on_the_row_only(gpu: torch.device, shape: Shape, mode: str) -> None:
+    check_dgrad(shape, gpu, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [Shape(6, 40, 128), Shape(1600, 1536, 1536), Shape(578, 200, 1536)], ids=str)
+def test_gpu_epilogues_match_fp64(gpu: torch.device, shape: Shape, dtype: torch.dtype) -> None:
+    check_epilogues(*operands(shape, gpu, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_nan_and_infinities_propagate_as_in_torch(gpu: torch.device, dtype: torch.dtype) -> None:
+    check_special_values(gpu, dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_layouts_and_odd_sizes_take_a_correct_path(gpu: torch.device) -> None:
+    for shape in (Shape(70, 33, 100), Shape(300, 1537, 1001), Shape(5, 8, 7)):
+        x, w = operands(shape, gpu)
+        y = gemm_nt(x, w, num_sms=132)
+        assert relative_frobenius_error(y, x.double() @ w.double().T) < ERROR_BOUND[x.dtype]
+        assert_bitwise_equal(gemm_nt(x.T.contiguous().T, w, num_sms=32), y)
+        assert_bitwise_equal(gemm_nt(x[1:2], w, num_sms=32), y[1:2])
+    with pytest.raises(TypeError, match="triton back end"):
+        gemm_nt(x.float(), w.float(), num_sms=1)
+    with pytest.raises(ValueError, match="one device"):
+        gemm_nt(x, w.cpu(), num_sms=1)
+    assert gemm_nt(x[:0], w, num_sms=1).shape == (0, 8)
+
+
+@pytest.mark.gpu
+def test_gpu_wgrad_is_right_and_depends_on_its_sample_only(gpu: torch.device) -> None:
+    promised = GUARANTEES["wgrad"]
+    assert promised.run
+    assert promised.batch
+    for n, k in ((32, 1536), (1536, 32), (200, 136)):
+        dy, x = (torch.randn(9, 301, size, device=gpu, dtype=torch.bfloat16) for size in (n, k))
+        dw = wgrad(dy, x, num_sms=132)
+        assert relative_frobenius_error(dw, dy.double().transpose(1, 2) @ x.double()) < 3e-5
+        for i in (0, 4, 8):
+            assert_bitwise_equal(wgrad(dy[i : i + 1], x[i : i + 1], num_sms=32)[0], dw[i])
