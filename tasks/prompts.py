@@ -6,6 +6,7 @@ The order is a pure function of (seed, iteration): no loader, no state, so a res
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the content: another file of the same name is another input."""
         return digest_of({"texts": list(self.texts), "metadata": [dict(entry) for entry in self.metadata]})
@@ -38,10 +39,15 @@ def read_prompts(path: str) -> Prompts:
     """
     file = Path(path) if Path(path).is_absolute() else ROOT / path
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        return _parse(path, file.suffix, file.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts file {path}: cannot be read ({error}). Set prompts.train and prompts.evaluate to "
                           "UTF-8 text files.") from None
+
+
+@lru_cache(maxsize=4)  # keyed by content: every rollout reads the file, few find another one
+def _parse(path: str, suffix: str, content: bytes) -> Prompts:
+    text = content.decode("utf-8-sig").replace("\r\n", "\n")
     if not text.strip():
         raise ConfigError(f"prompts file {path} is empty; it needs one prompt a line.")
     if not text.endswith("\n"):
@@ -51,7 +57,7 @@ def read_prompts(path: str) -> Prompts:
     # Not splitlines(): it also splits at U+2028 and friends, which JSON strings may hold as they are.
     for number, line in enumerate(text[:-1].split("\n"), start=1):
         entry: Any = {"prompt": line.strip()}
-        if file.suffix == ".jsonl":
+        if suffix == ".jsonl":
             try:
                 entry = json.loads(line)
             except ValueError as error:
