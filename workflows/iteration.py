@@ -42,22 +42,18 @@ def train(run: RunPlan) -> RunSummary:
     tracking.prune(store, run, done - run.retention.keep_iterations)  # in case the last try ended in the middle of it
     policy = tracking.base_policy(run)
     evaluations = []
-    try:
-        for number in range(run.iterations + 1):
-            if number > done:
-                policy = iteration(run=run, policy=policy, number=number)
-            elif number > 0:
-                policy = recorded[number]
-            # A lengthened run has other evaluation points; a policy that was dropped since cannot be evaluated.
-            if number in run.evaluation_iterations and (number > done or tracking.is_kept(store, policy)):
-                evaluation = evaluate(spec=run.evaluate, policy=policy, previous=list(evaluations),
-                                      scope=f"{run.scope}-{run.report_key[:16]}", store_uri=run.store_uri,
-                                      role=run.topology.evaluate)
-                tracking.record_evaluation(run=run, evaluation=evaluation)
-                evaluations.append(evaluation)
-    except KeyboardInterrupt:
-        tracking.interrupted(run)
-        raise
+    for number in range(run.iterations + 1):
+        if number > done:
+            policy = iteration(run=run, policy=policy, number=number)
+        elif number > 0:
+            policy = recorded[number]
+        # A lengthened run has other evaluation points; a policy that was dropped since cannot be evaluated.
+        if number in run.evaluation_iterations and (number > done or tracking.is_kept(store, policy)):
+            evaluation = evaluate(spec=run.evaluate, policy=policy, previous=list(evaluations),
+                                  scope=f"{run.scope}-{run.report_key[:16]}", store_uri=run.store_uri,
+                                  role=run.topology.evaluate)
+            tracking.record_evaluation(run=run, evaluation=evaluation)
+            evaluations.append(evaluation)
     return tracking.finish(run=run, policy=policy, evaluations=evaluations)
 
 

@@ -270,12 +270,6 @@ def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | 
             logger.warning("the MLflow run could not be marked FAILED: %s: %s", type(other).__name__, other)
 
 
-def interrupted(run: RunPlan) -> None:
-    """Mark a run that its user stopped KILLED, and say how to go on."""
-    metrics.Recorder(run.run_id, open_store(run.store_uri)).attempt(lambda: metrics.finish(run.run_id, "KILLED"))
-    print("\nstopped; the same command continues after the last finished iteration", flush=True)
-
-
 def _shorten(error: BaseException | None) -> None:
     """In a local run, leave of an error that was raised on purpose its message only; `pyflyte -v run` shows all.
 
