@@ -31,7 +31,7 @@ def iteration(run: RunPlan, policy: PolicyRef, number: int) -> PolicyRef:
     return trained
 
 
-@dynamic(**tracking._OPTIONS)
+@dynamic(**tracking.OPTIONS)
 def train(run: RunPlan) -> RunSummary:
     """Run the iterations that are not yet recorded, evaluating where the plan says; then finish the run."""
     store = open_store(run.store_uri)

@@ -31,7 +31,8 @@ Series = dict[str, list[tuple[float, float]]]
 """Curve name -> (iteration, value) points."""
 UNSCHEDULED = datetime(1970, 1, 1, tzinfo=UTC)
 """`kickoff_time` of a run that no schedule started."""
-_OPTIONS = uncached_task_options(registered_topology().update)
+OPTIONS = uncached_task_options(registered_topology().update)
+"""Arguments of every task around the stages."""
 
 
 def configure(recipe: str, overrides: str, kickoff_time: datetime) -> RunConfig:
@@ -53,7 +54,7 @@ def identify(config: RunConfig) -> tuple[str, str, str]:
     return run_key, report_key, os.environ.get("FLYTE_INTERNAL_EXECUTION_ID") or f"local-{report_key[:16]}"
 
 
-@task(**_OPTIONS)
+@task(**OPTIONS)
 def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     """Validate everything a run needs before it costs time: recipe, prompts, checkpoint, store, MLflow."""
     config = configure(recipe, overrides, kickoff_time)
@@ -106,7 +107,7 @@ def recorded_policies(store: Store, run: RunPlan) -> dict[int, PolicyRef]:
     return found
 
 
-@task(**_OPTIONS)
+@task(**OPTIONS)
 def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: RewardRef, advantages: AdvantageRef,
            policy: PolicyRef) -> int:
     """Write an iteration's numbers to MLflow, note it as finished, and drop data that is no longer needed."""
@@ -171,7 +172,7 @@ def prune(store: Store, run: RunPlan, number: int) -> None:
             store.drop_data(kind, key)
 
 
-@task(**_OPTIONS)
+@task(**OPTIONS)
 def record_evaluation(run: RunPlan, evaluation: EvaluationRef) -> int:
     """Write an evaluation's numbers and its image grid to MLflow."""
     store = open_store(run.store_uri)
@@ -212,7 +213,7 @@ def _overhead(store: Store, run: RunPlan) -> float | None:
     return 1 - sum(record["computing_s"] for record in timed) / wall if wall else None
 
 
-@task(**_OPTIONS)
+@task(**OPTIONS)
 def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) -> RunSummary:
     """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED."""
     store = open_store(run.store_uri)
@@ -255,7 +256,7 @@ def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) ->
     return summary
 
 
-@task(**_OPTIONS)
+@task(**OPTIONS)
 def fail(recipe: str, overrides: str, kickoff_time: datetime, err: FlyteError | None = None) -> None:
     """Mark the run FAILED in MLflow; called by Flyte when any task of the workflow has failed for good."""
     error = sys.exception()
