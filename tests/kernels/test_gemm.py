@@ -404,3 +404,64 @@ def test_gpu_wgrad_is_right_and_depends_on_its_sample_only(gpu: torch.device) ->
         assert relative_frobenius_error(dw, dy.double().transpose(1, 2) @ x.double()) < 3e-5
         for i in (0, 4, 8):
             assert_bitwise_equal(wgrad(dy[i : i + 1], x[i : i + 1], num_sms=32)[0], dw[i])
+
+
+# A second product in the same accumulator ---------------------------------------------------------------------------
+
+def check_extra(m: int, n: int, k: int, rank: int, layout: str, device: torch.device, dtype: torch.dtype,
+                backend: str = "auto") -> None:
+    """Right against fp64; the bits of a row for every row count, SM count and, where K is cut, split and one-pass."""
+    x = torch.randn(m, k, device=device).to(dtype)
+    h = torch.randn(m, 2 * rank, device=device).to(dtype)[:, rank:]
+    shapes = ((n, k), (n, rank)) if layout == "nt" else ((k, n), (rank, n))
+    w, b = ((torch.randn(s, device=device) / k**0.5).to(dtype) for s in shapes)
+    operator = gemm_nt if layout == "nt" else gemm_nn
+    bias = {"bias": torch.randn(n, device=device).to(dtype)} if layout == "nt" else {}
+
+    def call(rows: slice, sms: int = 132, **more: object) -> torch.Tensor:
+        return operator(x[rows], w, num_sms=sms, extra=(h[rows], b), backend=backend, **bias, **more)  # type: ignore[arg-type]
+
+    base = call(slice(None))
+    exact = x.double() @ (w.T if layout == "nt" else w).double() + h.double() @ (b.T if layout == "nt" else b).double()
+    exact = exact + bias["bias"].double() if bias else exact
+    assert relative_frobenius_error(base, exact) < ERROR_BOUND[dtype]
+    for rows in (slice(0, 1), slice(m // 2, m), slice(3, 5)):
+        for sms in (96, 32):
+            assert_bitwise_equal(call(rows, sms), base[rows])
+    schedule = gemm_nt_schedule(m, n, k)
+    if schedule.scheme.num_segments(k) > 1:
+        for spread in (False, True):
+            assert_bitwise_equal(call(slice(None), schedule=dataclasses.replace(schedule, spread=spread)), base)
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize(("n", "k"), [(40, 48), (24, 1280)])
+def test_an_extra_product_on_the_cpu(n: int, k: int, layout: str) -> None:
+    check_extra(9, n, k, 16, layout, CPU, torch.float32)
+
+
+@interpreter
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize(("n", "k", "rank"), [(48, 64, 32), (24, 1280, 80)])
+def test_an_extra_product_in_the_interpreter(n: int, k: int, rank: int, layout: str) -> None:
+    check_extra(9, n, k, rank, layout, CPU, torch.float16, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1500, 1536, 1536), (2000, 6144, 320), (700, 64, 1536), (5, 1536, 6144)])
+@pytest.mark.parametrize("rank", [32, 128])
+def test_an_extra_product_on_a_gpu(m: int, n: int, k: int, rank: int, layout: str, gpu: torch.device) -> None:
+    check_extra(m, n, k, rank, layout, gpu, torch.bfloat16)
+
+
+def test_an_extra_product_that_does_not_fit_is_refused() -> None:
+    x, w = torch.randn(4, 128), torch.randn(8, 128)
+    h, b = torch.randn(4, 16), torch.randn(8, 16)
+    for extra in ((h[:3], b), (h, b[:7]), (h[:, :8], b[:, :8]), (h, b[0])):
+        with pytest.raises(ValueError, match="R a multiple of 16"):
+            gemm_nt(x, w, num_sms=1, extra=extra)
+    with pytest.raises(TypeError, match=r"must be torch\.float32 like x"):
+        gemm_nt(x, w, num_sms=1, extra=(h.bfloat16(), b))
+    with pytest.raises(ValueError, match="tree is over K alone"):
+        gemm_nt(x, w, num_sms=1, extra=(h, b), mode="tp_invariant")

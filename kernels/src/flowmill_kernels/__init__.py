@@ -5,17 +5,39 @@ the row, the weights and K. Next: the DiT operators and `apply_kernels` build on
 nor triton; `unavailable_reason` says what the machine at hand lacks, and the CPU back end then does the work.
 """
 
+from .apply import AppliedKernels, Replacement, apply_kernels
+from .attention import attention
 from .availability import unavailable_reason
+from .blocks import UnsupportedError
+from .elementwise import (
+    gated_residual,
+    gelu,
+    gelu_tanh,
+    layer_norm_modulate,
+    log_softmax,
+    mean,
+    qk_norm_rope,
+    qk_norm_rope_pair,
+    rms_norm,
+    silu,
+    swiglu,
+    timestep_embedding,
+)
+from .functional import KernelOptions, Layer, linear, linears, merged, patch_embed
 from .gemm import Schedule, gemm_nn, gemm_nn_partial, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
-from .gradients import LeafPlan, LeafSum, all_reduce_leaves, leaf_sum
+from .gradients import GradientLeaves, LeafPlan, LeafSum, add_leaves, all_reduce_leaves, leaf_sum, wgrad_leaves
 from .guarantees import GUARANTEES, Guarantees
 from .numeric import assert_bitwise_equal, relative_frobenius_error
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme
 from .tensor_parallel import combine_partials, segment_range
 
 __all__ = [
-    "GUARANTEES", "NUM_SEGMENTS", "Epilogue", "Guarantees", "LeafPlan", "LeafSum", "Schedule", "Scheme",
-    "all_reduce_leaves", "assert_bitwise_equal", "combine_partials", "gemm_nn", "gemm_nn_partial", "gemm_nt",
-    "gemm_nt_partial", "gemm_nt_schedule", "leaf_sum", "relative_frobenius_error", "segment_range",
-    "unavailable_reason", "wgrad",
+    "GUARANTEES", "NUM_SEGMENTS", "AppliedKernels", "Epilogue", "GradientLeaves", "Guarantees", "KernelOptions",
+    "Layer",
+    "LeafPlan", "LeafSum", "Replacement", "Schedule", "Scheme", "UnsupportedError", "add_leaves", "all_reduce_leaves",
+    "apply_kernels", "assert_bitwise_equal", "attention", "combine_partials", "gated_residual", "gelu", "gelu_tanh",
+    "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial", "gemm_nt_schedule", "layer_norm_modulate", "leaf_sum",
+    "linear", "linears", "log_softmax", "mean", "merged", "patch_embed", "qk_norm_rope", "qk_norm_rope_pair",
+    "relative_frobenius_error", "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding",
+    "unavailable_reason", "wgrad", "wgrad_leaves",
 ]

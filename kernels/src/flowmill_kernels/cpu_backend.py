@@ -12,8 +12,8 @@ from .heuristics import Layout
 from .schemes import Epilogue, Scheme, combine
 
 
-def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme) -> Tensor:
-    """fp32 [segments, M, N]: x [M, K] @ w_kn [K, N] over each K segment, in K order."""
+def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """fp32 [segments, M, N]: x [M, K] @ w_kn [K, N] over each K segment, in K order; `extra` goes on in the last."""
     k = x.shape[1]
     parts = []
     for start in range(0, k, scheme.segment_k):
@@ -21,6 +21,9 @@ def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme) -> Tensor:
         for i in range(start, min(start + scheme.segment_k, k)):
             acc += x[:, i : i + 1] * w_kn[i]
         parts.append(acc)
+    if extra is not None:
+        for i in range(extra[1].shape[0]):
+            parts[-1] += extra[0][:, i : i + 1] * extra[1][i]
     return torch.stack(parts) if parts else torch.zeros((1, x.shape[0], w_kn.shape[1]))
 
 
@@ -40,10 +43,14 @@ def finish(total: Tensor, epilogue: Epilogue, bias: Tensor | None, gate: Tensor 
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
-         gate: Tensor | None, residual: Tensor | None) -> None:
+         gate: Tensor | None, residual: Tensor | None, extra: tuple[Tensor, Tensor] | None = None) -> None:
     """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y; an fp32 y of fp32 sums stays unrounded."""
-    w_kn = (w.T if layout == "nt" else w).float().contiguous()
-    total = combine(partial_sums(x.float(), w_kn, scheme).unbind(), scheme.order)
+
+    def by_k(t: Tensor) -> Tensor:
+        return (t.T if layout == "nt" else t).float().contiguous()
+
+    more = None if extra is None else (extra[0].float(), by_k(extra[1]))
+    total = combine(partial_sums(x.float(), by_k(w), scheme, more).unbind(), scheme.order)
     y.copy_(finish(total, epilogue, bias, gate, residual, y.dtype))
 
 
@@ -61,3 +68,258 @@ def wgrad(dy: Tensor, x: Tensor) -> Tensor:
     for t in range(tokens):
         dw += dy[:, t, :, None] * x[:, t, None, :]
     return dw
+
+
+# Rows and elements. Sums by halving: every step adds two halves element by element, so a row's order follows from its
+# length alone. Inputs of exp, erf and the like are contiguous: a strided one may take another path through the library.
+
+def halving_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over one dimension (negative) as a balanced tree, kept as size 1."""
+    size = x.shape[dim]
+    length = 1 << max(0, size - 1).bit_length()
+    if length != size:
+        shape = list(x.shape)
+        shape[dim] = length - size
+        x = torch.cat((x, x.new_zeros(shape)), dim)
+    while length > 1:
+        length //= 2
+        x = x.narrow(dim, 0, length) + x.narrow(dim, length, length)
+    return x
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised rows, mean, rstd) in fp32."""
+    mean = halving_sum(x.float(), -1) / x.shape[-1]
+    centred = x.float() - mean
+    rstd = torch.rsqrt((halving_sum(centred * centred, -1) / x.shape[-1] + eps).contiguous())
+    return centred * rstd, mean, rstd
+
+
+def _row(t: Tensor) -> Tensor:
+    return t.float()[:, None]
+
+
+def norm_modulate(x: Tensor, scale: Tensor | None, shift: Tensor | None, scale2: Tensor | None, shift2: Tensor | None,
+                  weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+    v, _, _ = _normed(x, eps)
+    v = v if weight is None else v * weight.float()
+    v = v if bias is None else v + bias.float()
+    y = v if scale is None or shift is None else v * (1.0 + _row(scale)) + _row(shift)
+    y2 = None if scale2 is None or shift2 is None else (v * (1.0 + _row(scale2)) + _row(shift2)).to(x.dtype)
+    return y.to(x.dtype), y2
+
+
+def norm_modulate_backward(dy: Tensor | None, dy2: Tensor | None, x: Tensor, scale: Tensor | None,
+                           scale2: Tensor | None, weight: Tensor | None, eps: float, add: Tensor | None, stats: bool
+                           ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    v, mean, rstd = _normed(x, eps)
+    g = torch.zeros_like(v)
+    if dy is not None:
+        g = dy.float() if scale is None else dy.float() * (1.0 + _row(scale))
+    if dy2 is not None and scale2 is not None:
+        g = g + dy2.float() * (1.0 + _row(scale2))
+    if weight is not None:
+        g = g * weight.float()
+    d = rstd * ((g - halving_sum(g, -1) / x.shape[-1]) - v * (halving_sum(g * v, -1) / x.shape[-1]))
+    if add is not None:
+        d = d + add.float()
+    return d.to(x.dtype), (mean[..., 0] if stats else None), (rstd[..., 0] if stats else None)
+
+
+def column_sums(dy: Tensor, x: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
+    g = dy.float()
+    if x is not None:
+        v = x.float()
+        v = v if mean is None else v - mean[..., None]
+        v = v if rstd is None else v * rstd[..., None]
+        g = g * v
+    if g.shape[1] == 0:
+        return torch.zeros((g.shape[0], g.shape[2]))
+    return halving_sum(g, -2)[:, 0]
+
+
+def _rotate(v: Tensor, rope: tuple[Tensor, Tensor], half_layout: bool, inverse: bool) -> Tensor:
+    cos, sin = (t.unsqueeze(-2) if t.dim() == 3 else t[None, :, None] for t in rope)
+    if inverse:
+        sin = -sin
+    a, b = v.chunk(2, -1) if half_layout else (v[..., 0::2], v[..., 1::2])
+    u, w = a * cos - b * sin, a * sin + b * cos
+    return torch.cat((u, w), -1) if half_layout else torch.stack((u, w), -1).flatten(-2)
+
+
+def rms_rope(xs: tuple[Tensor, ...], weights: tuple[Tensor | None, ...], eps: float, rope: tuple[Tensor, Tensor] | None,
+             half_layout: bool, over_all: bool, norm: bool, outs: tuple[Tensor, ...],
+             dys: tuple[Tensor, ...] | None = None, rstds: tuple[Tensor | None, ...] | None = None) -> None:
+    """Write norm and rotation of one or two [B, T, H, D] tensors to `outs`; with `dys` the gradients."""
+    for i, (x, weight, out) in enumerate(zip(xs, weights, outs, strict=True)):
+        v, r = x.float(), None
+        size = x.shape[2] * x.shape[3] if over_all else x.shape[3]
+
+        def total(t: Tensor) -> Tensor:
+            if over_all:
+                return halving_sum(t.flatten(2), -1).unsqueeze(-1)
+            return halving_sum(t, -1)
+
+        if weight is not None and over_all:
+            weight = weight.view(x.shape[2], x.shape[3])
+        if norm:
+            r = torch.rsqrt((total(v * v) / size + eps).contiguous())
+        if dys is None:
+            v = v if r is None else v * r
+            v = v if weight is None else v * weight.float()
+            out.copy_(v if rope is None else _rotate(v, rope, half_layout, False))
+            continue
+        g = dys[i].float()
+        g = g if rope is None else _rotate(g, rope, half_layout, True)
+        if r is not None:
+            g = g if weight is None else g * weight.float()
+            v = v * r
+            g = r * (g - v * (total(g * v) / size))
+            if rstds is not None and rstds[i] is not None:
+                rstds[i].copy_(r.reshape(rstds[i].shape))  # type: ignore[union-attr]
+        out.copy_(g)
+
+
+def _gelu_parts(v: Tensor) -> Tensor:
+    return 1.0 / (torch.exp(2.0 * (0.7978845608028654 * (v + 0.044715 * (v * v * v)))) + 1.0)
+
+
+def pointwise(op: str, x: Tensor, other: Tensor | None) -> Tensor:
+    v = x.float().contiguous()
+    if op == "gelu_tanh":
+        y = 0.5 * v * (2.0 - 2.0 * _gelu_parts(v))
+    elif op == "gelu":
+        y = v * (0.5 * (1.0 + torch.erf(v * 0.7071067811865476)))
+    else:
+        y = v * (1.0 / (1.0 + torch.exp(-v)))
+        y = y if other is None else y * other.float()
+    return y.to(x.dtype)
+
+
+def pointwise_backward(op: str, dy: Tensor, x: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    v, g = x.float().contiguous(), dy.float()
+    if op == "gelu_tanh":
+        e = _gelu_parts(v)
+        slope = 0.7978845608028654 * (1.0 + 0.134145 * (v * v))
+        return (g * ((1.0 - e) + 2.0 * v * (e * (1.0 - e)) * slope)).to(x.dtype), None
+    if op == "gelu":
+        cdf = 0.5 * (1.0 + torch.erf(v * 0.7071067811865476))
+        return (g * (cdf + v * (0.3989422804014327 * torch.exp(-0.5 * (v * v))))).to(x.dtype), None
+    s = 1.0 / (1.0 + torch.exp(-v))
+    d = s * (1.0 + v * (1.0 - s))
+    if other is None:
+        return (g * d).to(x.dtype), None
+    return (g * other.float() * d).to(x.dtype), (g * (v * s)).to(x.dtype)
+
+
+def gate(x: Tensor, gate_rows: Tensor, residual: Tensor | None) -> Tensor:
+    v = x.float() * _row(gate_rows)
+    return (v if residual is None else residual.float() + v).to(x.dtype)
+
+
+def mean(x: Tensor) -> Tensor:
+    return halving_sum(x.float(), -1)[:, 0] / x.shape[1]
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    v = x.float().contiguous()
+    shifted = v - v.amax(1, keepdim=True)
+    total = halving_sum(torch.exp(shifted), -1).contiguous()
+    return (v - (v.amax(1, keepdim=True) + torch.log(total))).to(x.dtype)
+
+
+def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    g = dy.float()
+    return (g - torch.exp(y.float().contiguous()) * halving_sum(g, -1)).to(y.dtype)
+
+
+def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int, first_leaf: int, num_samples: int,
+                 num_leaves: int) -> None:
+    add_leaves(leaves, wgrad(dy, x), first_sample, first_leaf, num_samples, num_leaves)
+
+
+def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int, first_leaf: int, num_samples: int,
+               num_leaves: int) -> None:
+    for sample, gradient in enumerate(per_sample, first_sample):
+        leaves[sample * num_leaves // num_samples - first_leaf] += gradient
+
+
+# Attention. Products walk their inner index one at a time and sums over keys run in key order, so that keys that do not
+# exist (weight exactly 0) change no bit.
+
+def _walk(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., I, K] times b [..., K, J], K in order."""
+    acc = torch.zeros((*a.shape[:-1], b.shape[-1]))
+    for i in range(a.shape[-1]):
+        acc += a[..., :, i : i + 1] * b[..., i : i + 1, :]
+    return acc
+
+
+def _joined(segments: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...]) -> Tensor:
+    """fp32 [B, H, T, D] of all segments; what does not exist is 0, whatever stands there (0 * nan is nan)."""
+    parts = []
+    for t, length in zip(segments, lengths, strict=True):
+        if length is not None:
+            gone = torch.arange(t.shape[1])[None] >= length[:, None]
+            t = t.masked_fill(gone[:, :, None, None], 0.0)
+        parts.append(t.float().transpose(1, 2))
+    return torch.cat(parts, 2)
+
+
+def _existing(ks: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...], num_queries: int, causal: bool) -> Tensor:
+    """Boolean [B, 1, Tq, Tk]: which keys a query sees."""
+    parts = [torch.arange(k.shape[1])[None] < (torch.full((k.shape[0],), k.shape[1]) if n is None else n)[:, None]
+             for k, n in zip(ks, lengths, strict=True)]
+    seen = torch.cat(parts, 1)[:, None, None].expand(-1, 1, num_queries, -1)
+    if causal:
+        keys = seen.shape[-1]
+        seen = seen & (torch.arange(keys)[None] <= torch.arange(num_queries)[:, None] + keys - num_queries)
+    return seen
+
+
+def _weights(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """exp(score - top) with 0 for keys unseen, and the row sums over keys in order."""
+    scores = (_walk(q, k.transpose(2, 3)) * scale).masked_fill(~seen, -torch.inf)
+    top = scores.amax(3, keepdim=True) if scores.shape[3] else scores.sum(3, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    p = torch.exp((scores - top).contiguous())
+    total = torch.zeros_like(top)
+    for j in range(p.shape[3]):
+        total += p[..., j : j + 1]
+    return p, total
+
+
+def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
+            lengths: tuple[Tensor | None, ...], causal: bool, scale: float, with_lse: bool
+            ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Attention outputs; there is nothing to keep for the backward, which computes the weights again."""
+    k, v = _joined(ks, lengths), _joined(vs, lengths)
+    outs, kept = [], []
+    for q in qs:
+        p, total = _weights(q.float().transpose(1, 2), k, _existing(ks, lengths, q.shape[1], causal), scale)
+        out = torch.where(total == 0, 0.0, _walk(p.to(q.dtype).float(), v) / total)
+        outs.append(out.transpose(1, 2).to(q.dtype).contiguous())
+        kept.append(total)
+    return tuple(outs), tuple(kept) if with_lse else ()
+
+
+def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
+             outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...], causal: bool,
+             scale: float) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dq, dk, dv): keys' gradients add their queries in order, segment after segment."""
+    k, v = _joined(ks, lengths), _joined(vs, lengths)
+    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
+    for q, out, dout in zip(qs, outs, douts, strict=True):
+        q32, do = q.float().transpose(1, 2), dout.float().transpose(1, 2)
+        p, total = _weights(q32, k, _existing(ks, lengths, q.shape[1], causal), scale)
+        p = torch.where(total == 0, 0.0, p / total)
+        delta = halving_sum(do * out.float().transpose(1, 2), -1)
+        ds = p * (_walk(do, v.transpose(2, 3)) - delta)
+        dqs.append((_walk(ds, k) * scale).transpose(1, 2).to(q.dtype).contiguous())
+        for i in range(q32.shape[2]):
+            dk += ds[..., i, :, None] * q32[..., i, None, :]
+            dv += p[..., i, :, None] * do[..., i, None, :]
+    sizes = [t.shape[1] for t in ks]
+    dks = tuple(t.transpose(1, 2).to(ks[0].dtype).contiguous() for t in (dk * scale).split(sizes, 2))
+    dvs = tuple(t.transpose(1, 2).to(ks[0].dtype).contiguous() for t in dv.split(sizes, 2))
+    return tuple(dqs), dks, dvs

@@ -119,6 +119,22 @@ def _check_epilogue(name: str, n: int, lead: tuple[int, ...], activation: str, b
         raise TypeError(f"{name}: out must be contiguous {dtype}, got {out.dtype} with strides {out.stride()}")
 
 
+def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, extra: tuple[Tensor, Tensor], mode: str) -> None:
+    """`extra` is one more product of the same rows and columns, with a contraction of its own."""
+    h, b = extra
+    if mode != "consistent":
+        raise ValueError(f"{name}: extra goes with mode 'consistent'; in {mode!r} the tree is over K alone, so add the "
+                         "second product through residual")
+    wanted = w.shape[0] if layout == "nt" else w.shape[1]
+    inner, columns = (b.shape[-1], b.shape[0]) if layout == "nt" else (b.shape[0], b.shape[-1])
+    if h.shape[:-1] != x.shape[:-1] or b.dim() != 2 or h.shape[-1] != inner or columns != wanted or inner % 16:
+        form = f"[{wanted}, R]" if layout == "nt" else f"[R, {wanted}]"
+        raise ValueError(f"{name}: extra needs h {[*x.shape[:-1]]} + [R] and b {form} with R a multiple of 16, got "
+                         f"{tuple(h.shape)} and {tuple(b.shape)}")
+    if h.dtype != x.dtype or b.dtype != x.dtype:
+        raise TypeError(f"{name}: extra is {h.dtype} and {b.dtype}; both must be {x.dtype} like x")
+
+
 def _rows(x: Tensor, columns: int) -> Tensor:
     """x as [rows, columns] with unit column stride and 16-byte aligned base and rows where its length allows it."""
     x = x.reshape(-1, columns)
@@ -131,12 +147,15 @@ def _rows(x: Tensor, columns: int) -> Tensor:
 @torch.no_grad()
 def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
           gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None,
-          backend: Backend, schedule: Schedule | None, partial_of: int | None = None) -> Tensor:
+          backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
+          extra: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
-    given = tuple(t for t in (x, w, bias, gate, residual, out) if t is not None)
+    given = tuple(t for t in (x, w, bias, gate, residual, out, *(extra or ())) if t is not None)
     chosen = _choose_backend(name, backend, given)
     _check_common(name, x, w, num_sms, chosen)
     _check_operands(name, x, w, layout)
+    if extra is not None:
+        _check_extra(name, x, w, layout, extra, mode)
     lead, k = tuple(x.shape[:-1]), x.shape[-1]
     n = w.shape[0] if layout == "nt" else w.shape[1]
     dtype = x.dtype if partial_of is None else torch.float32
@@ -156,7 +175,8 @@ def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
     common = {"layout": layout, "scheme": schedule.scheme, "epilogue": epilogue, "bias": bias, "gate": gate,
               "residual": None if residual is None else residual.reshape(-1, n)}
     if chosen == "cpu":
-        cpu_backend.gemm(x2, w, y.view(-1, n), **common)
+        more = None if extra is None else (extra[0].reshape(m, -1), extra[1])
+        cpu_backend.gemm(x2, w, y.view(-1, n), **common, extra=more)
         return y
     from . import triton_backend
 
@@ -168,14 +188,19 @@ def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
     if schedule.loads == "tma" and not tma:
         raise ValueError(f"{name}: loads='tma' needs a Hopper or newer GPU and rows of whole 16 bytes, got K={k} and "
                          f"N={n}")
+    more = None
+    if extra is not None:
+        more = (_rows(extra[0], extra[0].shape[-1]), _rows(extra[1], extra[1].shape[1]))
+        tma = tma and triton_backend.uses_tma(*more)
     triton_backend.gemm(x2, w2, y.view(-1, n), **common, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread,
-                        tma=tma)
+                        tma=tma, extra=more)
     return y
 
 
 def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, activation: Activation = "none",
             gate: Tensor | None = None, residual: Tensor | None = None, mode: Mode = "consistent",
-            out: Tensor | None = None, backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
+            extra: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None, backend: Backend = "auto",
+            schedule: Schedule | None = None) -> Tensor:
     """A linear layer's forward, ``residual + gate * activation(x @ w.T + bias)``, rounded once.
 
     The fp32 sum runs over K in an order fixed by N, K and the mode. The bits of a row depend on that row, w and K only:
@@ -190,6 +215,8 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
         activation: `none` or `gelu_tanh`, in fp32.
         gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample.
         residual: ``[..., N]``.
+        extra: ``(h [..., R], b [N, R])`` with R a multiple of 16: ``h @ b.T`` is added to the fp32 sum before the bias,
+            in the last segment's accumulator: an adapter's up projection for R more of K. Only `consistent`.
         out: Where to write; contiguous.
         backend: `auto` takes the CPU back end for CPU tensors. `triton` with CPU tensors needs Triton's interpreter.
         schedule: Tile, spread and loads by hand (`gemm_nt_schedule`); only its scheme can change bits.
@@ -205,21 +232,23 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
     Error against fp64: the bound in `GUARANTEES`. Shapes: any; K not a multiple of 8 loads by plain pointers, slower.
     """
     return _gemm("gemm_nt", x, w, "nt", bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
-                 num_sms=num_sms, out=out, backend=backend, schedule=schedule)
+                 num_sms=num_sms, out=out, backend=backend, schedule=schedule, extra=extra)
 
 
-def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, residual: Tensor | None = None, mode: Mode = "consistent",
-            out: Tensor | None = None, backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
+def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, residual: Tensor | None = None,
+            extra: tuple[Tensor, Tensor] | None = None, mode: Mode = "consistent", out: Tensor | None = None,
+            backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
     """A linear layer's dgrad, ``dx = dy @ w`` (+ residual), with the guarantees of `gemm_nt`; the contraction is N.
 
     Args:
         dy: ``[..., N]``. w: ``[N, K]``. residual: ``[..., K]``, for a gradient that joins from another branch.
+        extra: ``(dh [..., R], a [R, K])``: ``dh @ a`` is added as in `gemm_nt`.
 
     Returns:
         ``[..., K]`` of dy's dtype.
     """
     return _gemm("gemm_nn", dy, w, "nn", bias=None, activation="none", gate=None, residual=residual, mode=mode,
-                 num_sms=num_sms, out=out, backend=backend, schedule=schedule)
+                 num_sms=num_sms, out=out, backend=backend, schedule=schedule, extra=extra)
 
 
 def _check_ranks(name: str, num_ranks: int) -> None:

@@ -45,24 +45,35 @@ def _origin(tile, M, N, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _load_all(x, w, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks_k, BLOCK_N: gl.constexpr,
-              BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+def _load_block(x, w, a_tiles, b_tiles, ready, empty, step, row, col, k, NT: gl.constexpr, STAGES: gl.constexpr):
+    """Both operands of one K block, once its slot is free."""
+    slot = step % STAGES
+    mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+    bar = ready.index(slot)
+    mbarrier.expect(bar, 2 * x.block_type.nbytes + w.block_type.nbytes)
+    _copy_in(x, [row, k], bar, a_tiles.index(slot * 2))
+    _copy_in(x, [row + 64, k], bar, a_tiles.index(slot * 2 + 1))
+    if NT:
+        _copy_in(w, [col, k], bar, b_tiles.index(slot))
+    else:
+        _copy_in(w, [k, col], bar, b_tiles.index(slot))
+
+
+@gluon.jit
+def _load_all(x, w, h, b, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks_k, blocks_r, EXTRA: gl.constexpr,
+              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, NT: gl.constexpr,
+              STAGES: gl.constexpr):
     """The loading warp: every operand block of every tile of this program, in order, as slots become free."""
     step = 0
     for t in range(my_tiles):
         row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
         for i in range(blocks_k):
-            slot = step % STAGES
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            bar = ready.index(slot)
-            mbarrier.expect(bar, 2 * x.block_type.nbytes + w.block_type.nbytes)
-            _copy_in(x, [row, i * BLOCK_K], bar, a_tiles.index(slot * 2))
-            _copy_in(x, [row + 64, i * BLOCK_K], bar, a_tiles.index(slot * 2 + 1))
-            if NT:
-                _copy_in(w, [col, i * BLOCK_K], bar, b_tiles.index(slot))
-            else:
-                _copy_in(w, [i * BLOCK_K, col], bar, b_tiles.index(slot))
+            _load_block(x, w, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
             step += 1
+        if EXTRA:  # a second product in the same accumulator
+            for i in range(blocks_r):
+                _load_block(h, b, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
+                step += 1
 
 
 @gluon.jit
@@ -225,9 +236,10 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return ready, empty
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "rows_per_gate"])
-def _halves_gemm(x, w, y, bias, gate, residual, scratch, M, N, steps, rows_per_gate, stride_gate, stride_residual,
-                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "steps", "blocks_r", "rows_per_gate"])
+def _halves_gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, steps, blocks_r, rows_per_gate, stride_gate,
+                 stride_residual, EXTRA: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr,
+                 BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
                  BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr,
                  SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
@@ -253,15 +265,16 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, M, N, steps, rows_per_g
     ready, empty = _make_barriers(STAGES, 2)
     num_tiles = gl.cdiv(M, 128) * gl.cdiv(N, BLOCK_N)
     my_tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
+    my_steps = steps + blocks_r  # to the multiplying warps the second product is more of K
     gl.warp_specialize([
         (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
-                       out_0, ready, empty, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, 0,
+                       out_0, ready, empty, M, N, my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 0,
                        SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
         (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
-                       out_1, ready, empty, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, 1,
+                       out_1, ready, empty, M, N, my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 1,
                        SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
-        (_load_all, (x, w, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps, BLOCK_N, BLOCK_K, GROUP_M,
-                     NT, STAGES)),
+        (_load_all, (x, w, h, b, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps, blocks_r, EXTRA,
+                     BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
     ], [4, 1], [240, 24])
 
 
@@ -278,8 +291,9 @@ def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
-         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile) -> None:
-    """As the Triton back end's `gemm`; every operand must suit TMA, and `takes` must hold."""
+         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile,
+         extra: tuple[Tensor, Tensor] | None = None) -> None:
+    """As the Triton back end's `gemm`; operands must suit TMA, and `takes` must hold. `extra` wants one segment."""
     (m, k), n = x.shape, y.shape[1]
     nt, segments = layout == "nt", scheme.num_segments(k)
     steps = triton.cdiv(k, tile.block_k) if segments == 1 else scheme.segment_k // tile.block_k
@@ -290,11 +304,16 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     waiting = 4 * BLOCK_M * tile.block_n * (2 if segments == NUM_SEGMENTS and not use_scratch else 1)
     stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
     room = SHARED_BYTES - 1024 - (waiting if segments >= 4 else y.element_size() * BLOCK_M * tile.block_n)
+    x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
+    h_arg, b_arg, blocks_r = x_arg, w_arg, 0
+    if extra is not None:
+        h_arg, b_arg = _descriptor(extra[0], [BLOCK_M // 2, tile.block_k]), _descriptor(extra[1], w_block)
+        blocks_r = triton.cdiv(extra[0].shape[1], tile.block_k)
     _halves_gemm[(grid,)](
-        _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block),
-        _descriptor(y, [BLOCK_M // 2, tile.block_n]), bias, gate, residual, scratch, m, n, steps,
-        1 if gate is None else m // gate.shape[0], 0 if gate is None else gate.stride(0),
-        0 if residual is None else residual.stride(0), SEGMENTS=segments, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        x_arg, w_arg, _descriptor(y, [BLOCK_M // 2, tile.block_n]), bias, gate, residual, scratch, h_arg, b_arg, m, n,
+        steps, blocks_r, 1 if gate is None else m // gate.shape[0], 0 if gate is None else gate.stride(0),
+        0 if residual is None else residual.stride(0), EXTRA=extra is not None, SEGMENTS=segments,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m, BIAS=epilogue.bias, GELU=epilogue.activation == "gelu_tanh", GATE=epilogue.gate,
         RESIDUAL=epilogue.residual, SCRATCH=use_scratch, NT=nt, STAGES=min(tile.num_stages, room // stage), num_warps=4,
         enable_fp_fusion=False)

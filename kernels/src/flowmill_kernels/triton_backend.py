@@ -63,6 +63,17 @@ def _load(x, w, row, col, k, M, N, K, stride_xm, stride_wr,
 
 
 @triton.jit
+def _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NT: tl.constexpr,
+               TMA: tl.constexpr):
+    """Go on with a second product, h [M, R] times b, in the same accumulator."""
+    for i in range(tl.cdiv(R, BLOCK_K)):
+        a, c = _load(h, b, row, col, i * BLOCK_K, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+        acc = tl.dot(a, c, acc)
+    return acc
+
+
+@triton.jit
 def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
               GATE: tl.constexpr, RESIDUAL: tl.constexpr):
@@ -162,9 +173,9 @@ def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, strid
                 stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL, PARTS // 2, OUT, TMA)
 
 
-@triton.jit(do_not_specialize=["M", "steps", "rows_per_gate"])
-def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
-          stride_xm, stride_wr, stride_y, stride_gate, stride_residual,
+@triton.jit(do_not_specialize=["M", "steps", "R", "rows_per_gate"])
+def _gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, K, R, steps, rows_per_gate,
+          stride_xm, stride_wr, stride_y, stride_gate, stride_residual, stride_hm, stride_br, EXTRA: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
           SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
           GATE: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr,
@@ -177,9 +188,12 @@ def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
             row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for i in range(blocks_k):
-                a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                a, c = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
                              BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-                acc = tl.dot(a, b, acc)
+                acc = tl.dot(a, c, acc)
+            if EXTRA:
+                acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT,
+                                 TMA)
             _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
                     stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
     else:
@@ -202,9 +216,9 @@ def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
                 segment = unit % SEGMENTS
                 tile = tl.program_id(0) + unit // SEGMENTS * tl.num_programs(0)
                 row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-                a, b = _load(x, w, row, col, (segment * steps + j % steps) * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                a, c = _load(x, w, row, col, (segment * steps + j % steps) * BLOCK_K, M, N, K, stride_xm, stride_wr,
                              BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-                acc = tl.dot(a, b, acc)
+                acc = tl.dot(a, c, acc)
                 if j % steps == steps - 1:
                     if TREE:
                         acc, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, BLOCK_M, BLOCK_N)
@@ -223,9 +237,13 @@ def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
                 row, col = _tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for i in range(steps):
-                    a, b = _load(x, w, row, col, (segment * steps + i) * BLOCK_K, M, N, K, stride_xm, stride_wr,
+                    a, c = _load(x, w, row, col, (segment * steps + i) * BLOCK_K, M, N, K, stride_xm, stride_wr,
                                  BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-                    acc = tl.dot(a, b, acc)
+                    acc = tl.dot(a, c, acc)
+                if EXTRA:  # noqa: SIM102
+                    if segment == SEGMENTS - 1:
+                        acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K,
+                                         NT, TMA)
                 if TREE:
                     acc, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, BLOCK_M, BLOCK_N)
                 else:
@@ -237,9 +255,10 @@ def _gemm(x, w, y, bias, gate, residual, scratch, M, N, K, steps, rows_per_gate,
                             stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
 
 
-@triton.jit(do_not_specialize=["M", "steps"])
-def _gemm_segments(x, w, partials, M, N, K, steps, stride_xm, stride_wr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "steps", "R"])
+def _gemm_segments(x, w, partials, h, b, M, N, K, R, steps, stride_xm, stride_wr, stride_hm, stride_br,
+                   EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   GROUP_M: tl.constexpr,
                    SEGMENTS: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
     """Spread: a unit of work is one segment of one tile; fp32 partials [SEGMENTS, M, N] for `_add_segments`."""
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -249,8 +268,11 @@ def _gemm_segments(x, w, partials, M, N, K, steps, stride_xm, stride_wr,
         row, col = _tile_origin(unit % num_tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in range(segment * steps, min((segment + 1) * steps, blocks_k)):
-            a, b = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-            acc = tl.dot(a, b, acc)
+            a, c = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+            acc = tl.dot(a, c, acc)
+        if EXTRA:  # noqa: SIM102
+            if segment == SEGMENTS - 1:
+                acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         cols = col + tl.arange(0, BLOCK_N)
         at = (segment.to(tl.int64) * M + rows)[:, None] * N + cols[None, :]
@@ -364,7 +386,8 @@ def _epilogue_args(epilogue: Epilogue, gate: Tensor | None, residual: Tensor | N
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
-         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile, spread: bool, tma: bool) -> None:
+         gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile, spread: bool, tma: bool,
+         extra: tuple[Tensor, Tensor] | None = None) -> None:
     """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y [M, N]; all rows have unit stride.
 
     y of fp32 holds the sum unrounded. A row stride of y, gate and residual is free; operands' too unless `tma`.
@@ -390,11 +413,17 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.block_m, block_k])
         w_arg = TensorDescriptor(w, list(w.shape), list(w.stride()),
                                  [tile.block_n, block_k] if nt else [block_k, tile.block_n])
+    h_arg, b_arg = extra or (None, None)
+    rank, stride_hm, stride_br = (0, 0, 0) if extra is None else (extra[0].shape[1], extra[0].stride(0),
+                                                                  extra[1].stride(0))
+    if extra is not None and tma:
+        h_arg, b_arg = (TensorDescriptor(t, list(t.shape), list(t.stride()), like.block_shape)
+                        for t, like in zip(extra, (x_arg, w_arg), strict=True))
     if spread:
         partials = torch.empty((segments, m, n), dtype=torch.float32, device=x.device)
         _gemm_segments[(min(programs, num_tiles * segments),)](
-            x_arg, w_arg, partials, m, n, k, steps, x.stride(0), w.stride(0), **blocks, SEGMENTS=segments, NT=nt,
-            TMA=tma, **launch)
+            x_arg, w_arg, partials, h_arg, b_arg, m, n, k, rank, steps, x.stride(0), w.stride(0), stride_hm, stride_br,
+            EXTRA=extra is not None, **blocks, SEGMENTS=segments, NT=nt, TMA=tma, **launch)
         add_partials(partials, y, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
                      num_sms=num_sms)
         return
@@ -402,7 +431,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     if (tile.split_roles and store_by_tma and (hopper := hopper_kernels(x.device))
             and hopper.takes(y, scheme, k, tile)):
         hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
-                    num_sms=num_sms, tile=tile)
+                    num_sms=num_sms, tile=tile, extra=extra)
         return
     grid = min(programs, num_tiles)
     tree = tree and segments > 1
@@ -417,10 +446,11 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         y_desc = TensorDescriptor(y_arg, list(y_arg.shape), list(y_arg.stride()),
                                   [tile.block_m, tile.block_n // tile.epilogue_parts])
     _gemm[(grid,)](
-        x_arg, w_arg, y_desc if tma else y_arg, bias, gate, residual, scratch, m, n, k, steps,
+        x_arg, w_arg, y_desc if tma else y_arg, bias, gate, residual, scratch, h_arg, b_arg, m, n, k, rank, steps,
         values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
-        values["stride_residual"], **blocks, SEGMENTS=segments, TREE=tree, LEVELS=tile.register_levels,
-        **switches, PARTS=tile.epilogue_parts, FLATTEN=tile.flatten, NT=nt,
+        values["stride_residual"], stride_hm, stride_br, EXTRA=extra is not None, **blocks, SEGMENTS=segments,
+        TREE=tree, LEVELS=tile.register_levels, **switches, PARTS=tile.epilogue_parts,
+        FLATTEN=tile.flatten and extra is None, NT=nt,  # a loop of two loops cannot be flattened
         OUT=_TL_DTYPE[y.dtype], TMA=tma, **launch)
     if y_arg is not y:
         y.copy_(y_arg)

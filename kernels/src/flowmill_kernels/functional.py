@@ -1,0 +1,344 @@
+"""Linear layers with gradients: the Functions that rollout and training share, so that both are the same arithmetic.
+
+In: activations, weights, an optional LoRA adapter, the epilogue. Out: the layer's output with an autograd graph. Every
+product is one of gemm.py's, every weight gradient goes through gradients.py (per-sample sums in fixed leaves). A call
+without gradients runs the same kernels and skips only what the backward would need.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .elementwise import add, column_sum, gate_gradient, gelu_tanh, gelu_tanh_backward, scale_by_gate
+from .gemm import Backend, Mode, gemm_nn, gemm_nt
+from .gradients import deliver, deliver_outer
+from .schemes import NUM_SEGMENTS, Activation
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """How a model's layers are computed; the mode is part of the bits, the rest is not."""
+
+    mode: Mode
+    num_sms: int
+    """SMs of the caller's partition."""
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("consistent", "tp_invariant"):
+            raise ValueError(f"KernelOptions.mode must be 'consistent' or 'tp_invariant', got {self.mode!r}")
+        if isinstance(self.num_sms, bool) or not isinstance(self.num_sms, int) or self.num_sms < 1:
+            raise ValueError("KernelOptions.num_sms is the SM count of the caller's partition, a positive int; got "
+                             f"{self.num_sms!r}")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer: ``x @ weight.T + bias``, plus ``scale * (x @ lora_a.T) @ lora_b.T`` if it has an adapter."""
+
+    weight: Tensor
+    """[N, K]"""
+    bias: Tensor | None = None
+    """[N]"""
+    lora_a: Tensor | None = None
+    """[R, K]"""
+    lora_b: Tensor | None = None
+    """[N, R]"""
+    lora_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.lora_a is None) != (self.lora_b is None):
+            raise ValueError("Layer: lora_a and lora_b come together")
+        if self.lora_a is not None and self.lora_b is not None:
+            (n, k), (rank, a_k), (b_n, b_rank) = self.weight.shape, self.lora_a.shape, self.lora_b.shape
+            if (a_k, b_n, b_rank) != (k, n, rank):
+                raise ValueError(f"Layer: weight [{n}, {k}] needs lora_a [R, {k}] and lora_b [{n}, R], got "
+                                 f"{tuple(self.lora_a.shape)} and {tuple(self.lora_b.shape)}")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call is, apart from its tensors."""
+
+    options: KernelOptions
+    activation: Activation
+    scales: tuple[float, ...]
+
+    def mode_for(self, k: int) -> Mode:
+        """`tp_invariant` needs K in 8 segments of whole steps; another layer is never sharded and stays consistent."""
+        return self.options.mode if k % (16 * NUM_SEGMENTS) == 0 else "consistent"
+
+
+_PER_LAYER = 4  # weight, bias, lora_a, lora_b
+
+
+def _padded_rank(rank: int) -> int:
+    return -(-rank // 16) * 16
+
+
+def _stack_a(adapters: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """The down projections under each other, each padded with zero rows to whole tensor-core steps."""
+    given = [a.to(dtype) for a in adapters if a is not None]
+    if len(given) == 1 and given[0].shape[0] % 16 == 0:
+        return given[0]
+    parts = []
+    for a in given:
+        parts.append(a)
+        if (missing := _padded_rank(a.shape[0]) - a.shape[0]):
+            parts.append(a.new_zeros((missing, a.shape[1])))
+    return torch.cat(parts)
+
+
+def _pad_b(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, R] with zero columns up to whole tensor-core steps."""
+    b = b.to(dtype)
+    missing = _padded_rank(b.shape[1]) - b.shape[1]
+    return torch.cat((b, b.new_zeros((b.shape[0], missing))), 1) if missing else b
+
+
+def _columns(adapters: Sequence[Tensor | None]) -> list[slice | None]:
+    """Where each layer's adapter lies in the stacked hidden rows."""
+    places, at = [], 0
+    for a in adapters:
+        if a is None:
+            places.append(None)
+        else:
+            places.append(slice(at, at + _padded_rank(a.shape[0])))
+            at += _padded_rank(a.shape[0])
+    return places
+
+
+def _down(call: _Call, x: Tensor, adapters: Sequence[Tensor | None]) -> Tensor | None:
+    """``scale * x @ A.T`` of every adapter, side by side: x is read once."""
+    if all(a is None for a in adapters):
+        return None
+    stacked = _stack_a(adapters, x.dtype)
+    scales = [s for s, a in zip(call.scales, adapters, strict=True) if a is not None]
+    gate = None
+    if any(scale != 1.0 for scale in scales):
+        widths = [place.stop - place.start for place in _columns(adapters) if place is not None]
+        gate = _scale_row(tuple(zip(scales, widths, strict=True)), x.device)
+    options = call.options
+    return gemm_nt(x, stacked, gate=gate, mode=call.mode_for(x.shape[-1]), num_sms=options.num_sms,
+                   backend=options.backend)
+
+
+_SCALE_ROWS: dict[tuple, Tensor] = {}
+
+
+def _scale_row(parts: tuple[tuple[float, int], ...], device: torch.device) -> Tensor:
+    """fp32 [1, R]: the adapters' scales as a gate row. Kept, since making it would copy from the host on each call."""
+    key = (parts, device)
+    if key not in _SCALE_ROWS:
+        row = torch.cat([torch.full((1, width), scale, dtype=torch.float32) for scale, width in parts], 1)
+        _SCALE_ROWS[key] = row.to(device)
+    return _SCALE_ROWS[key]
+
+
+def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None, weights: Sequence[Tensor | None]
+             ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Outputs of all layers, the adapters' hidden rows, and the pre-activation if there is an activation.
+
+    The activation is a pass of its own over the rounded sum, in rollout too: training needs that sum for its backward,
+    and fusing it into the product was no faster (kernels/README.md).
+    """
+    options, dtype = call.options, x.dtype
+    adapters = weights[2::_PER_LAYER]
+    hidden = _down(call, x, adapters)
+    outputs, pre = [], None
+    mode = call.mode_for(x.shape[-1])
+    common = {"num_sms": options.num_sms, "backend": options.backend}
+    fused_gate, fused_residual = (gate, residual) if call.activation == "none" else (None, None)
+    for i, place in enumerate(_columns(adapters)):
+        weight, bias, _, lora_b = weights[i * _PER_LAYER:(i + 1) * _PER_LAYER]
+        weight = weight.to(dtype)  # type: ignore[union-attr]
+        second = None
+        if place is not None:
+            second = (hidden[..., place], _pad_b(lora_b, dtype))  # type: ignore[index,arg-type]
+        if mode == "consistent" or second is None:
+            y = gemm_nt(x, weight, bias, gate=fused_gate, residual=fused_residual, extra=second, mode=mode, **common)
+        else:  # the tree is over K alone, so the adapter's product comes in as a rounded addend
+            y = gemm_nt(x, weight, bias, residual=gemm_nt(*second, **common), mode=mode, **common)
+            y = _gated(y, fused_gate, fused_residual, options)
+        if call.activation != "none":
+            pre = y
+            y = _gated(gelu_tanh(pre, backend=options.backend), gate, residual, options)
+        outputs.append(y)
+    return outputs, hidden, pre
+
+
+def _gated(y: Tensor, gate: Tensor | None, residual: Tensor | None, options: KernelOptions) -> Tensor:
+    if gate is not None:
+        y = scale_by_gate(y, gate, backend=options.backend)
+    return y if residual is None else add(residual, y)
+
+
+def _samples(t: Tensor) -> Tensor:
+    """[S, T, C]: the first dimension counts samples."""
+    return t.reshape(t.shape[0], -1, t.shape[-1]) if t.dim() != 2 else t.unsqueeze(1)
+
+
+class _Linears(torch.autograd.Function):
+    """Layers that share an input; see `linears` and `linear`."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None,  # type: ignore[override]
+                *weights: Tensor | None) -> tuple[Tensor, ...]:
+        outputs, hidden, pre = _forward(call, x, gate, residual, weights)
+        ctx.call = call
+        ctx.save_for_backward(x, gate, hidden, pre, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
+        x, gate, hidden, pre, *weights = ctx.saved_tensors
+        call = ctx.call
+        _, need_x, need_gate, need_residual, *need = ctx.needs_input_grad
+        d_gate, d_residual = None, grads[0] if need_residual else None
+        dys = [None if g is None else g.contiguous() for g in grads]
+        if gate is not None and dys[0] is not None:
+            if need_gate:  # the fused epilogue never wrote what the gate scales, so it is computed once more
+                (y,), _, _ = _forward(call, x, None, None, weights)
+                d_gate = gate_gradient(_samples(dys[0]), _samples(y), backend=call.options.backend).to(gate.dtype)
+            dys[0] = scale_by_gate(dys[0], gate, backend=call.options.backend)
+        if call.activation != "none" and dys[0] is not None:
+            dys[0] = gelu_tanh_backward(dys[0], pre, backend=call.options.backend)
+        d_x, d_weights = _backward_products(call, x, hidden, weights, dys, need_x, need)
+        return (None, d_x, d_gate, d_residual, *d_weights)
+
+
+def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, weights: Sequence[Tensor | None],
+                       dys: Sequence[Tensor | None], need_x: bool, need: Sequence[bool]
+                       ) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dx, and every weight's gradient (None where a collector took it or nobody asked)."""
+    options, dtype = call.options, x.dtype
+    common = {"num_sms": options.num_sms, "backend": options.backend}
+    adapters = weights[2::_PER_LAYER]
+    d_x, d_weights = None, [None] * len(weights)
+    xs = _samples(x)
+    for i, (place, dy) in enumerate(zip(_columns(adapters), dys, strict=True)):
+        if dy is None:
+            continue
+        at = i * _PER_LAYER
+        weight, bias, lora_a, lora_b = weights[at:at + _PER_LAYER]
+        need_w, need_bias, need_a, need_b = need[at:at + _PER_LAYER]
+        dy_s = _samples(dy)
+        if need_w:
+            d_weights[at] = deliver_outer(weight, dy_s, xs)
+        if need_bias:
+            d_weights[at + 1] = deliver(bias, column_sum(dy_s, backend=options.backend))
+        extra = None
+        if place is not None:
+            if need_b:  # hidden holds the scale already
+                rank = lora_b.shape[1]
+                own = hidden[..., place.start:place.start + rank]  # type: ignore[index]
+                d_weights[at + 3] = deliver_outer(lora_b, dy_s, _samples(own))
+            if need_a or need_x:
+                d_hidden = gemm_nn(dy, _pad_b(lora_b, dtype), mode=call.mode_for(dy.shape[-1]), **common)
+                if call.scales[i] != 1.0:
+                    d_hidden = d_hidden * call.scales[i]
+                if need_a:
+                    own = d_hidden[..., :lora_a.shape[0]]
+                    d_weights[at + 2] = deliver_outer(lora_a, _samples(own), xs)
+                extra = (d_hidden, _stack_a([lora_a], dtype))
+        if need_x:
+            mode = call.mode_for(dy.shape[-1])
+            if mode == "consistent":
+                d_x = gemm_nn(dy, weight.to(dtype), extra=extra, residual=d_x, mode=mode, **common)
+            else:
+                if extra is not None:
+                    d_x = gemm_nn(*extra, residual=d_x, **common)
+                d_x = gemm_nn(dy, weight.to(dtype), residual=d_x, mode=mode, **common)
+    return d_x, d_weights
+
+
+def _prepare(x: Tensor) -> Tensor:
+    """x in the dtype of the products: autocast's where it is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activation: Activation = "none",
+            gate: Tensor | None = None, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Several linear layers of one input (q, k and v): the adapters' down projections read x once.
+
+    Args:
+        x: ``[B, ..., K]``; its first dimension counts samples, each with its own gradient sum.
+        layers: Weights are cast to x's dtype (bf16 or fp16; on the CPU also fp32); gradients come back in their own.
+        activation, gate, residual: The epilogue of `gemm_nt`, for a single layer.
+
+    Returns:
+        One ``[B, ..., N]`` tensor a layer.
+
+    Raises:
+        ValueError: for an epilogue with several layers, and what `gemm_nt` refuses.
+
+    Guarantees: those of `gemm_nt` in both directions; weight gradients those of `leaf_sum`. With an adapter the bits
+    differ from those of a merged weight: the merged one is rounded before the product.
+    """
+    if len(layers) != 1 and (activation != "none" or gate is not None or residual is not None):
+        raise ValueError(f"linears: an activation, gate or residual goes with one layer, got {len(layers)}")
+    x = _prepare(x)
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.to(x.dtype)
+    call = _Call(options, activation, tuple(layer.lora_scale for layer in layers))
+    weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, residual, *weights)):
+        return _Linears.apply(call, x, gate, residual, *weights)
+    outputs, _, _ = _forward(call, x, gate, residual, weights)
+    return tuple(outputs)
+
+
+def linear(x: Tensor, layer: Layer, *, options: KernelOptions, activation: Activation = "none",
+           gate: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """One linear layer, ``residual + gate * activation(x @ W.T + adapter + bias)``; see `linears`.
+
+    Args:
+        gate: ``[B, N]``, one row a sample. Its gradient costs one more product of the layer.
+        residual: Shape of the output.
+    """
+    return linears(x, (layer,), options=options, activation=activation, gate=gate, residual=residual)[0]
+
+
+def patch_embed(x: Tensor, layer: Layer, patch: Sequence[int], *, options: KernelOptions) -> Tensor:
+    """A convolution whose kernel is its stride, as a product over patches.
+
+    Args:
+        x: ``[B, C, *sizes]`` with two or three sizes, multiples of `patch`.
+        layer: weight ``[N, C * prod(patch)]``, the flattened kernel of the convolution.
+
+    Returns:
+        ``[B, prod(sizes / patch), N]``, patches in row-major order.
+    """
+    sizes = x.shape[2:]
+    if len(sizes) != len(patch) or any(size % p for size, p in zip(sizes, patch, strict=True)):
+        raise ValueError(f"patch_embed: x is {tuple(x.shape)}; its last {len(patch)} sizes must be multiples of the "
+                         f"patch {tuple(patch)}")
+    split: list[int] = []
+    for size, p in zip(sizes, patch, strict=True):
+        split += [size // p, p]
+    grid = range(2, 2 + 2 * len(patch), 2)
+    blocks = x.reshape(*x.shape[:2], *split).permute(0, *grid, 1, *(i + 1 for i in grid))
+    count = 1
+    for i in grid:
+        count *= split[i - 2]
+    return linear(blocks.reshape(x.shape[0], count, -1), layer, options=options)
+
+
+@torch.no_grad()
+def merged(layer: Layer, *, options: KernelOptions) -> Layer:
+    """The layer with its adapter added into the weight: one product less in every call, and other bits.
+
+    The sum W + scale * B @ A is rounded to the weight's dtype, so outputs differ from the unmerged layer's by that
+    rounding; they are still equal for every batch, position and SM count. Never roll out merged and train unmerged.
+    """
+    if layer.lora_a is None or layer.lora_b is None:
+        return layer
+    dtype = layer.weight.dtype
+    up = _pad_b(layer.lora_b.float() * layer.lora_scale, dtype)
+    weight = gemm_nn(up, _stack_a([layer.lora_a], dtype), residual=layer.weight, num_sms=options.num_sms,
+                     backend=options.backend)
+    return Layer(weight, layer.bias)

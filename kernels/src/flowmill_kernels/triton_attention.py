@@ -1,0 +1,434 @@
+"""The Triton back end of attention: forward, and a backward in two kernels without atomics.
+
+In: q, k, v [B, T, H, D] in one or two segments each. Out: [B, T, H, D] a query segment, and gradients. A query row
+walks the keys of its own sample in blocks of fixed size that start at each segment's first key, so its bits depend on
+nothing but its own keys: not on the batch, on padding, on how many queries there are or on the grid. Whole blocks carry
+no masking and come by TMA on Hopper and later; the last block of a segment comes by masked pointers, since the rows
+behind a sample's last belong to its neighbour.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .triton_backend import uses_tma
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _block(desc, ptr, stride, base, start, col, limit, dims, ROWS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of a sample whose first row is `base`; by pointers, rows from `limit` on are zero."""
+    if TMA:
+        return desc.load([base + start, col])
+    else:
+        rows = start + tl.arange(0, ROWS)
+        cols = tl.arange(0, D)
+        at = (base + rows).to(tl.int64)[:, None] * stride + (col + cols)[None, :]
+        return tl.load(ptr + at, (rows < limit)[:, None] & (cols < dims)[None, :], other=0.0)
+
+
+@triton.jit
+def _softmax_step(q, k, v, acc, total, top, scale, valid, MASK: tl.constexpr):
+    """One block of keys of the online softmax; `scale` includes log2(e)."""
+    s = tl.dot(q, tl.trans(k))
+    if MASK:
+        s = tl.where(valid, s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    # Written as one fused operation, so that it is one in every form of the kernel.
+    p = tl.math.exp2(tl.fma(s, scale, -new_top[:, None]))
+    shrink = tl.math.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def _attend(q, k_desc, v_desc, k, v, stride_k, stride_v, acc, total, top, first, length, base, col_k, col_v, dims,
+            offset, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+            TMA: tl.constexpr):
+    """All keys of one segment for M queries from number `first` on."""
+    stop = length
+    whole = length // N * N
+    if CAUSAL:
+        stop = tl.minimum(length, first + M + offset)
+        whole = tl.minimum(whole, (first + offset + 1) // N * N)
+    for start in tl.range(0, whole, N):
+        kb = _block(k_desc, k, stride_k, base, start, col_k, stop, dims, N, D, TMA)
+        vb = _block(v_desc, v, stride_v, base, start, col_v, stop, dims, N, D, TMA)
+        acc, total, top = _softmax_step(q, kb, vb, acc, total, top, scale, 0, False)
+    for start in tl.range(whole, stop, N, num_stages=1):
+        kb = _block(k_desc, k, stride_k, base, start, col_k, length, dims, N, D, False)
+        vb = _block(v_desc, v, stride_v, base, start, col_v, length, dims, N, D, False)
+        keys = start + tl.arange(0, N)
+        valid = (keys < length)[None, :]
+        if CAUSAL:
+            valid = valid & (keys[None, :] <= (first + offset + tl.arange(0, M))[:, None])
+        acc, total, top = _softmax_step(q, kb, vb, acc, total, top, scale, valid, True)
+    return acc, total, top
+
+
+@triton.jit
+def _length(lengths, sample, size, GIVEN: tl.constexpr):
+    if GIVEN:
+        return tl.load(lengths + sample)
+    else:
+        return size
+
+
+@triton.jit
+def _forward(q0, q1, k0_desc, v0_desc, k1_desc, v1_desc, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1,
+             heads, tiles0, tq0, tq1, tk0, tk1, dims, scale,
+             sq0b, sq0t, sq0h, sq1b, sq1t, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
+             M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
+             LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr):
+    """M queries of one head of one sample."""
+    tile = tl.program_id(0)
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q = q0 + sample.to(tl.int64) * sq0b + head * sq0h
+    stride_q = sq0t
+    out = o0
+    lse = lse0
+    tq = tq0
+    if TWO_Q:  # noqa: SIM102
+        if tile >= tiles0:
+            tile = tile - tiles0
+            q = q1 + sample.to(tl.int64) * sq1b + head * sq1h
+            stride_q = sq1t
+            out = o1
+            lse = lse1
+            tq = tq1
+    first = tile * M
+    rows = first + tl.arange(0, M)
+    cols = tl.arange(0, D)
+    inside = (rows < tq)[:, None] & (cols < dims)[None, :]
+    qb = tl.load(q + rows.to(tl.int64)[:, None] * stride_q + cols[None, :], inside, other=0.0)
+    acc = tl.zeros((M, D), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    top = tl.full((M,), -float("inf"), tl.float32)
+    offset = tk0 - tq0
+    acc, total, top = _attend(qb, k0_desc, v0_desc, k0, v0, sk0, sv0, acc, total, top, first,
+                              _length(len0, sample, tk0, LEN0), sample * tk0, head * sk0h, head * sv0h, dims, offset,
+                              scale, M, N, D, CAUSAL, TMA)
+    if TWO_K:
+        acc, total, top = _attend(qb, k1_desc, v1_desc, k1, v1, sk1, sv1, acc, total, top, first,
+                                  _length(len1, sample, tk1, LEN1), sample * tk1, head * sk1h, head * sv1h, dims,
+                                  offset, scale, M, N, D, False, TMA)
+    # A sample without a key gives zeros.
+    acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
+    at = ((sample.to(tl.int64) * tq + rows)[:, None] * heads + head) * dims + cols[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), inside)
+    if LSE:
+        tl.store(lse + (sample.to(tl.int64) * heads + head) * tq + rows,
+                 tl.where(total == 0.0, float("inf"), top + tl.math.log2(total)), rows < tq)
+
+
+@triton.jit
+def _delta(out, dout, delta, heads, tokens, dims, M: tl.constexpr, D: tl.constexpr):
+    """delta [B, H, T] = sum over channels of out * dout, both contiguous [B, T, H, D]."""
+    sample = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    cols = tl.arange(0, D)
+    at = ((sample * tokens + rows)[:, None] * heads + head) * dims + cols[None, :]
+    inside = (rows < tokens)[:, None] & (cols < dims)[None, :]
+    product = tl.load(out + at, inside, other=0.0).to(tl.float32) * tl.load(dout + at, inside, other=0.0).to(tl.float32)
+    tl.store(delta + (sample * heads + head) * tokens + rows, tl.sum(product, 1), rows < tokens)
+
+
+@triton.jit
+def _key_step(kb, vb, q, dout, lse, delta, dk, dv, scale, keep, MASK: tl.constexpr):
+    """What one block of queries adds to the gradients of a block of keys."""
+    s = tl.dot(kb, tl.trans(q))
+    p = tl.math.exp2(tl.fma(s, scale, -lse[None, :]))
+    if MASK:
+        p = tl.where(keep, p, 0.0)
+    dv = tl.dot(p.to(dout.dtype), dout, dv)
+    dp = tl.dot(vb, tl.trans(dout))
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def _over_queries(kb, vb, q_desc, do_desc, q, dout, lse, delta, stride_q, tq, base, row_at, col_q, col_o, stride_o,
+                  dims, first, offset, scale, dk, dv, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+                  CAUSAL: tl.constexpr, TMA: tl.constexpr):
+    """All queries of one segment, in order, for the keys first .. first + N."""
+    begin = 0
+    if CAUSAL:
+        begin = tl.maximum(first - offset, 0) // M * M
+    whole = tq // M * M
+    if not CAUSAL:
+        for start in tl.range(begin, whole, M):
+            qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, M, D, TMA)
+            ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, M, D, TMA)
+            rows = start + tl.arange(0, M)
+            dk, dv = _key_step(kb, vb, qb, ob, tl.load(lse + row_at + rows), tl.load(delta + row_at + rows), dk, dv,
+                               scale, 0, False)
+        begin = whole
+    for start in tl.range(begin, tq, M, num_stages=1):
+        qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, M, D, False)
+        ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, M, D, False)
+        rows = start + tl.arange(0, M)
+        # lse = inf makes the weight of a row that does not exist exactly 0.
+        row_lse = tl.load(lse + row_at + rows, rows < tq, other=float("inf"))
+        row_delta = tl.load(delta + row_at + rows, rows < tq, other=0.0)
+        if CAUSAL:
+            keep = (first + tl.arange(0, N))[:, None] <= (rows + offset)[None, :]
+            dk, dv = _key_step(kb, vb, qb, ob, row_lse, row_delta, dk, dv, scale, keep, True)
+        else:
+            dk, dv = _key_step(kb, vb, qb, ob, row_lse, row_delta, dk, dv, scale, 0, False)
+    return dk, dv
+
+
+@triton.jit
+def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
+                   dk0, dv0, dk1, dv1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
+                   sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
+                   M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
+                   LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
+    """dk and dv of N keys of one head of one sample: all its queries in order."""
+    tile = tl.program_id(0)
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    k = k0 + head * sk0h
+    v = v0 + head * sv0h
+    stride_k = sk0
+    stride_v = sv0
+    dk_out = dk0
+    dv_out = dv0
+    tk = tk0
+    length = _length(len0, sample, tk0, LEN0)
+    if TWO_K:  # noqa: SIM102
+        if tile >= tiles0:
+            tile = tile - tiles0
+            k = k1 + head * sk1h
+            v = v1 + head * sv1h
+            stride_k = sk1
+            stride_v = sv1
+            dk_out = dk1
+            dv_out = dv1
+            tk = tk1
+            length = _length(len1, sample, tk1, LEN1)
+    first = tile * N
+    dk = tl.zeros((N, D), tl.float32)
+    dv = tl.zeros((N, D), tl.float32)
+    if first < length:
+        kb = _block(k, k, stride_k, sample * tk, first, 0, length, dims, N, D, False)
+        vb = _block(v, v, stride_v, sample * tk, first, 0, length, dims, N, D, False)
+        pair = sample.to(tl.int64) * heads + head
+        dk, dv = _over_queries(kb, vb, q0_desc, do0_desc, q0, do0, lse0, delta0, sq0, tq0, sample * tq0, pair * tq0,
+                               head * sq0h, head * dims, heads * dims, dims, first, tk0 - tq0, scale, dk, dv, M, N, D,
+                               CAUSAL, TMA)
+        if TWO_Q:
+            dk, dv = _over_queries(kb, vb, q1_desc, do1_desc, q1, do1, lse1, delta1, sq1, tq1, sample * tq1,
+                                   pair * tq1, head * sq1h, head * dims, heads * dims, dims, first, 0, scale, dk, dv, M,
+                                   N, D, False, TMA)
+    rows = first + tl.arange(0, N)
+    cols = tl.arange(0, D)
+    # Keys behind the sample's length take part in nothing.
+    exists = (rows < length)[:, None]
+    at = ((sample.to(tl.int64) * tk + rows)[:, None] * heads + head) * dims + cols[None, :]
+    inside = (rows < tk)[:, None] & (cols < dims)[None, :]
+    tl.store(dk_out + at, tl.where(exists, dk * softmax_scale, 0.0).to(dk_out.dtype.element_ty), inside)
+    tl.store(dv_out + at, tl.where(exists, dv, 0.0).to(dv_out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _query_step(q, dout, kb, vb, lse, delta, dq, scale, valid, MASK: tl.constexpr):
+    """What one block of keys adds to the gradients of a block of queries."""
+    s = tl.dot(q, tl.trans(kb))
+    p = tl.math.exp2(tl.fma(s, scale, -lse[:, None]))
+    if MASK:
+        p = tl.where(valid, p, 0.0)
+    dp = tl.dot(dout, tl.trans(vb))
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(kb.dtype), kb, dq)
+
+
+@triton.jit
+def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq, first, length, base, col_k, col_v,
+               dims, offset, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+               TMA: tl.constexpr):
+    stop = length
+    whole = length // N * N
+    if CAUSAL:
+        stop = tl.minimum(length, first + M + offset)
+        whole = tl.minimum(whole, (first + offset + 1) // N * N)
+    for start in tl.range(0, whole, N):
+        kb = _block(k_desc, k, stride_k, base, start, col_k, stop, dims, N, D, TMA)
+        vb = _block(v_desc, v, stride_v, base, start, col_v, stop, dims, N, D, TMA)
+        dq = _query_step(q, dout, kb, vb, lse, delta, dq, scale, 0, False)
+    for start in tl.range(whole, stop, N, num_stages=1):
+        kb = _block(k_desc, k, stride_k, base, start, col_k, length, dims, N, D, False)
+        vb = _block(v_desc, v, stride_v, base, start, col_v, length, dims, N, D, False)
+        keys = start + tl.arange(0, N)
+        valid = (keys < length)[None, :]
+        if CAUSAL:
+            valid = valid & (keys[None, :] <= (first + offset + tl.arange(0, M))[:, None])
+        dq = _query_step(q, dout, kb, vb, lse, delta, dq, scale, valid, True)
+    return dq
+
+
+@triton.jit
+def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
+                      dq0, dq1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
+                      sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
+                      M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
+                      LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
+    """dq of M queries of one head of one sample: all its keys in order."""
+    tile = tl.program_id(0)
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q = q0 + head * sq0h
+    stride_q = sq0
+    dout = do0
+    dq_out = dq0
+    lse = lse0
+    delta = delta0
+    tq = tq0
+    if TWO_Q:  # noqa: SIM102
+        if tile >= tiles0:
+            tile = tile - tiles0
+            q = q1 + head * sq1h
+            stride_q = sq1
+            dout = do1
+            dq_out = dq1
+            lse = lse1
+            delta = delta1
+            tq = tq1
+    first = tile * M
+    rows = first + tl.arange(0, M)
+    cols = tl.arange(0, D)
+    qb = _block(q, q, stride_q, sample * tq, first, 0, tq, dims, M, D, False)
+    ob = _block(dout, dout, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
+    at_row = (sample.to(tl.int64) * heads + head) * tq + rows
+    row_lse = tl.load(lse + at_row, rows < tq, other=float("inf"))
+    row_delta = tl.load(delta + at_row, rows < tq, other=0.0)
+    dq = tl.zeros((M, D), tl.float32)
+    dq = _over_keys(qb, ob, row_lse, row_delta, k0_desc, v0_desc, k0, v0, sk0, sv0, dq, first,
+                    _length(len0, sample, tk0, LEN0), sample * tk0, head * sk0h, head * sv0h, dims, tk0 - tq0, scale, M,
+                    N, D, CAUSAL, TMA)
+    if TWO_K:
+        dq = _over_keys(qb, ob, row_lse, row_delta, k1_desc, v1_desc, k1, v1, sk1, sv1, dq, first,
+                        _length(len1, sample, tk1, LEN1), sample * tk1, head * sk1h, head * sv1h, dims, 0, scale, M, N,
+                        D, False, TMA)
+    at = ((sample.to(tl.int64) * tq + rows)[:, None] * heads + head) * dims + cols[None, :]
+    tl.store(dq_out + at, (dq * softmax_scale).to(dq_out.dtype.element_ty),
+             (rows < tq)[:, None] & (cols < dims)[None, :])
+
+
+def _rows_of_samples(t: Tensor) -> Tensor:
+    """t, or a copy, such that sample b's token i is row b * T + i of a matrix and a head's channels lie together."""
+    batch, tokens, _, _ = t.shape
+    rows = t.stride(3) == 1 and (batch == 1 or tokens == 0 or t.stride(0) == tokens * t.stride(1))
+    return t if rows else t.contiguous()
+
+
+def _descriptor(t: Tensor, rows: int, padded: int) -> TensorDescriptor | None:
+    """TMA over t [B, T, H, D] as a matrix [B * T, H * D]; None where TMA cannot take it."""
+    batch, tokens, heads, dims = t.shape
+    if padded != dims or t.stride(2) != dims or tokens == 0:
+        return None
+    matrix = t.as_strided((batch * tokens, heads * dims), (t.stride(1), 1))
+    if not uses_tma(matrix):
+        return None
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, dims])
+
+
+# (queries a program, keys a block, warps, stages). The keys a block are part of the bits, and fixed by D.
+FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)}
+# Keys: (queries a block, keys a program, ...); queries: (queries a program, keys a block, ...).
+BACKWARD_KEYS = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
+BACKWARD_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
+
+
+def _sizes(table: dict, padded: int) -> tuple[int, int, int, int]:
+    return next(value for size, value in table.items() if padded <= size)
+
+
+def _pairs(tensors: tuple) -> tuple:
+    """(first, second or first, whether there are two)."""
+    return tensors[0], tensors[-1], len(tensors) == 2
+
+
+def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
+            lengths: tuple[Tensor | None, ...], causal: bool, scale: float, with_lse: bool
+            ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Outputs [B, T, H, D] and, if asked for, log2-sum-exps [B, H, T] fp32."""
+    batch, _, heads, dims = qs[0].shape
+    outs = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for q in qs)
+    lses = tuple(torch.empty((batch, heads, q.shape[1]), dtype=torch.float32, device=q.device) for q in qs) \
+        if with_lse else ()
+    if sum(out.numel() for out in outs) == 0:
+        return outs, lses
+    padded = max(16, triton.next_power_of_2(dims))
+    m, n, warps, stages = _sizes(FORWARD, padded)
+    ks, vs = tuple(map(_rows_of_samples, ks)), tuple(map(_rows_of_samples, vs))
+    descriptors = [_descriptor(t, n, padded) for t in (ks[0], vs[0], ks[-1], vs[-1])]
+    tma = all(d is not None for d in descriptors)
+    q0, q1, two_q = _pairs(qs)
+    (k0, k1, two_k), (v0, v1, _) = _pairs(ks), _pairs(vs)
+    o0, o1, _ = _pairs(outs)
+    lse0, lse1 = (lses[0], lses[-1]) if with_lse else (None, None)
+    len0, len1 = lengths[0], lengths[-1]
+    tiles = [triton.cdiv(q.shape[1], m) for q in qs]
+    _forward[(sum(tiles), batch * heads)](
+        q0, q1, *(descriptors if tma else [None] * 4), k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, heads, tiles[0],
+        q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E,
+        q0.stride(0), q0.stride(1), q0.stride(2), q1.stride(0), q1.stride(1), q1.stride(2),
+        k0.stride(1), k0.stride(2), v0.stride(1), v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2),
+        M=m, N=n, D=padded, TWO_Q=two_q, TWO_K=two_k, LEN0=len0 is not None, LEN1=len1 is not None, CAUSAL=causal,
+        LSE=with_lse, TMA=tma, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+    return outs, lses
+
+
+def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
+             outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...], causal: bool,
+             scale: float) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dq, dk, dv), contiguous, from contiguous douts."""
+    batch, _, heads, dims = qs[0].shape
+    dqs, dks, dvs = (tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in ts) for ts in (qs, ks, vs))
+    if sum(q.numel() for q in qs) == 0:
+        for t in (*dks, *dvs):
+            t.zero_()
+        return dqs, dks, dvs
+    padded = max(16, triton.next_power_of_2(dims))
+    deltas = tuple(torch.empty_like(lse) for lse in lses)
+    for out, dout, delta in zip(outs, douts, deltas, strict=True):
+        if out.numel():
+            _delta[(triton.cdiv(out.shape[1], 64), batch * heads)](out, dout, delta, heads, out.shape[1], dims, M=64,
+                                                                   D=padded, num_warps=4, enable_fp_fusion=False)
+    qs, ks, vs = (tuple(map(_rows_of_samples, ts)) for ts in (qs, ks, vs))
+    q0, q1, two_q = _pairs(qs)
+    (k0, k1, two_k), (v0, v1, _) = _pairs(ks), _pairs(vs)
+    (do0, do1, _), (lse0, lse1, _), (delta0, delta1, _) = _pairs(douts), _pairs(lses), _pairs(deltas)
+    len0, len1 = lengths[0], lengths[-1]
+    strides = (q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1), k0.stride(2), v0.stride(1),
+               v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2))
+    sizes = (q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E, scale)
+    switches = {"D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None, "LEN1": len1 is not None,
+                "CAUSAL": causal, "enable_fp_fusion": False}
+    shared = (q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1)
+
+    m, n, warps, stages = _sizes(BACKWARD_KEYS, padded)
+    descriptors = [_descriptor(t, m, padded) for t in (q0, do0, q1, do1)]
+    tma = all(d is not None for d in descriptors)
+    tiles = [triton.cdiv(k.shape[1], n) for k in ks]
+    if sum(tiles):
+        _backward_keys[(sum(tiles), batch * heads)](
+            *(descriptors if tma else [None] * 4), *shared, dks[0], dvs[0], dks[-1], dvs[-1], len0, len1, heads,
+            tiles[0], *sizes, *strides, M=m, N=n, TMA=tma, num_warps=warps, num_stages=stages, **switches)
+
+    m, n, warps, stages = _sizes(BACKWARD_QUERIES, padded)
+    descriptors = [_descriptor(t, n, padded) for t in (k0, v0, k1, v1)]
+    tma = all(d is not None for d in descriptors)
+    tiles = [triton.cdiv(q.shape[1], m) for q in qs]
+    _backward_queries[(sum(tiles), batch * heads)](
+        *(descriptors if tma else [None] * 4), *shared, dqs[0], dqs[-1], len0, len1, heads, tiles[0], *sizes, *strides,
+        M=m, N=n, TMA=tma, num_warps=warps, num_stages=stages, **switches)
+    return dqs, dks, dvs
