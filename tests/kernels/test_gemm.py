@@ -455,6 +455,61 @@ def test_an_extra_product_on_a_gpu(m: int, n: int, k: int, rank: int, layout: st
     check_extra(m, n, k, rank, layout, gpu, torch.bfloat16)
 
 
+def check_extras(m: int, n: int, k: int, ranks: tuple[int, ...], layout: str, device: torch.device, dtype: torch.dtype,
+                 backend: str = "auto") -> None:
+    """Several extra products, with a residual: right, and a row's bits for every row count."""
+    operator, transposed = (gemm_nt, True) if layout == "nt" else (gemm_nn, False)
+    xs = [torch.randn(m, r, device=device).to(dtype) for r in (k, *ranks)]
+    ws = [(torch.randn((n, r) if transposed else (r, n), device=device) / r**0.5).to(dtype) for r in (k, *ranks)]
+    residual = torch.randn(m, n, device=device).to(dtype)
+    gate = {"gate": torch.randn(1, n, device=device).to(dtype)} if transposed else {}
+
+    def call(rows: slice, sms: int = 132) -> torch.Tensor:
+        pairs = [(x[rows], w) for x, w in zip(xs[1:], ws[1:], strict=True)]
+        return operator(xs[0][rows], ws[0], num_sms=sms, extra=pairs, residual=residual[rows], backend=backend, **gate)
+
+    base = call(slice(None))
+    total = sum(x.double() @ (w.T if transposed else w).double() for x, w in zip(xs, ws, strict=True))
+    exact = total * (gate["gate"].double() if gate else 1.0) + residual.double()
+    assert relative_frobenius_error(base, exact) < ERROR_BOUND[dtype]
+    for rows in (slice(0, 1), slice(m // 2, m), slice(0, max(1, m - 3))):
+        assert_bitwise_equal(call(rows, 96), base[rows])
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_three_extra_products_on_the_cpu(layout: str) -> None:
+    check_extras(9, 40, 48, (16, 32, 64), layout, CPU, torch.float32)
+
+
+@interpreter
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_three_extra_products_in_the_interpreter(layout: str) -> None:
+    check_extras(9, 48, 64, (16, 32, 80), layout, CPU, torch.float16, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize(("m", "n"), [(3000, 1536), (1100, 6144), (1500, 320)])
+@pytest.mark.parametrize("ranks", [(1536, 1536, 96), (64,), (1536, 32)])
+def test_three_extra_products_on_a_gpu(m: int, n: int, ranks: tuple[int, ...], layout: str, gpu: torch.device) -> None:
+    check_extras(m, n, 1536, ranks, layout, gpu, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows_per_gate", [1, 50, 64, 77, 576])
+def test_gates_of_every_length_scale_their_own_rows(rows_per_gate: int, gpu: torch.device) -> None:
+    """The Hopper kernel takes two gate rows a half tile where that is enough."""
+    samples = 2000 // rows_per_gate
+    m = samples * rows_per_gate
+    x, w = operands(Shape(m, 1536, 320), gpu)
+    gate, residual = torch.randn(samples, 1536, device=gpu).bfloat16(), torch.randn(m, 1536, device=gpu).bfloat16()
+    out = gemm_nt(x, w, num_sms=132, gate=gate, residual=residual)
+    exact = residual.double() + gate.double().repeat_interleave(rows_per_gate, 0) * (x.double() @ w.double().T)
+    assert relative_frobenius_error(out, exact) < ERROR_BOUND[torch.bfloat16]
+    one = slice(rows_per_gate, 2 * rows_per_gate)
+    assert_bitwise_equal(gemm_nt(x[one], w, num_sms=132, gate=gate[1:2], residual=residual[one]), out[one])
+
+
 def test_an_extra_product_that_does_not_fit_is_refused() -> None:
     x, w = torch.randn(4, 128), torch.randn(8, 128)
     h, b = torch.randn(4, 16), torch.randn(8, 16)

@@ -1,5 +1,6 @@
 """Whether a kernel's fast form runs on this machine, and if not, why. Nothing is imported or decided at import."""
 
+import functools
 import importlib.util
 
 from .guarantees import GUARANTEES
@@ -8,9 +9,21 @@ from .guarantees import GUARANTEES
 _PLAIN = {"leaf_sum"}
 
 
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def triton_reason() -> str | None:
     """Why the Triton back end cannot run here; None if it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed (pip install 'triton>=3.6,<3.10', Linux only)"
     try:
         from triton import knobs
@@ -22,7 +35,7 @@ def triton_reason() -> str | None:
 
     if not torch.cuda.is_available():
         return f"no NVIDIA GPU is visible to torch {torch.__version__}"
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = _capability(torch.cuda.current_device())
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}; bf16 tensor cores need 8.0 or newer"
     return None

@@ -105,8 +105,9 @@ def _attend(options: KernelOptions, q: Any, k: Any, v: Any, lengths: Any = None)
     return attention(q, k, v, lengths=lengths, num_sms=options.num_sms, backend=options.backend)
 
 
-def _modulate(options: KernelOptions, norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return layer_norm_modulate(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps,  # type: ignore[return-value]
+def _modulate(options: KernelOptions, norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """(modulated rows, x): x comes back for the residual, so that its gradients are added inside the norm."""
+    return layer_norm_modulate(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps, keep=True,
                                backend=options.backend)
 
 
@@ -171,16 +172,16 @@ def sd3_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     norm = block.norm1.norm
     if block.use_dual_attention:
         shift2, scale2, gate2 = second
-        x, x2 = layer_norm_modulate(image, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps,
-                                    scale2=scale2, shift2=shift2, backend=options.backend)
+        x, x2, image = layer_norm_modulate(image, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps,
+                                           scale2=scale2, shift2=shift2, keep=True, backend=options.backend)
     else:
-        x, x2, gate2 = _modulate(options, norm, image, scale, shift), None, None
+        (x, image), x2, gate2 = _modulate(options, norm, image, scale, shift), None, None
     if block.context_pre_only:
         c_scale, c_shift = _conditioning(options, block.norm1_context, active, 2)
     else:
         c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = _conditioning(
             options, block.norm1_context, active, 6)
-    c = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
+    c, text = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
 
     qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads, None)
     qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
@@ -195,12 +196,12 @@ def sd3_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
                           attn2.heads, None)
         out2 = _attend(options, q2, k2, v2)
         image = linear(out2.flatten(2), layer_of(attn2.to_out[0]), options=options, gate=gate2, residual=image)
-    x = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
+    x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
     image = _feed_forward(options, block.ff, x, gate_mlp, image)
     if block.context_pre_only:
         return None, image
     text = linear(out[1].flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
-    c = _modulate(options, block.norm2_context, text, c_scale_mlp, c_shift_mlp)
+    c, text = _modulate(options, block.norm2_context, text, c_scale_mlp, c_shift_mlp)
     return _feed_forward(options, block.ff_context, c, c_gate_mlp, text), image
 
 
@@ -240,8 +241,8 @@ def flux_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _conditioning(options, block.norm1, active, 6)
     c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = _conditioning(
         options, block.norm1_context, active, 6)
-    x = _modulate(options, block.norm1.norm, image, scale, shift)
-    c = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
+    x, image = _modulate(options, block.norm1.norm, image, scale, shift)
+    c, text = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
     qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads,
                       _rope_rows(rope, cut, cut + image.shape[1]))
     qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
@@ -249,9 +250,9 @@ def flux_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt))
     image = linear(out_i.flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
-    x = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
+    x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
     image = _feed_forward(options, block.ff, x, gate_mlp, image)
-    c = _modulate(options, block.norm2_context, text, c_scale_mlp, c_shift_mlp)
+    c, text = _modulate(options, block.norm2_context, text, c_scale_mlp, c_shift_mlp)
     return _clip(_feed_forward(options, block.ff_context, c, c_gate_mlp, text)), image
 
 
@@ -264,7 +265,7 @@ def flux_single_block(block: Any, options: KernelOptions, hidden_states: Tensor,
     joined = torch.cat((encoder_hidden_states, hidden_states), 1)
     active = silu(temb, backend=options.backend)
     shift, scale, gate = _conditioning(options, block.norm, active, 3)
-    x = _modulate(options, block.norm.norm, joined, scale, shift)
+    x, joined = _modulate(options, block.norm.norm, joined, scale, shift)
     mlp = linear(x, layer_of(block.proj_mlp), options=options, activation="gelu_tanh")
     q, k, v = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads,
                    _half_rope(image_rotary_emb))
@@ -319,8 +320,8 @@ def qwen_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     c_shift, c_scale, c_gate, c_shift2, c_scale2, c_gate2 = linear(active, layer_of(block.txt_mod[1]),
                                                                    options=options).chunk(6, 1)
     image_rope, text_rope = (None, None) if image_rotary_emb is None else map(_complex_rope, image_rotary_emb)
-    x = _modulate(options, block.img_norm1, image, scale, shift)
-    c = _modulate(options, block.txt_norm1, text, c_scale, c_shift)
+    x, image = _modulate(options, block.img_norm1, image, scale, shift)
+    c, text = _modulate(options, block.txt_norm1, text, c_scale, c_shift)
     qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads, image_rope)
     qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
                       attn.norm_added_k, attn.heads, text_rope)
@@ -328,9 +329,9 @@ def qwen_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt), lengths)
     image = linear(out_i.flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
-    x = _modulate(options, block.img_norm2, image, scale2, shift2)
+    x, image = _modulate(options, block.img_norm2, image, scale2, shift2)
     image = _feed_forward(options, block.img_mlp, x, gate2, image)
-    c = _modulate(options, block.txt_norm2, text, c_scale2, c_shift2)
+    c, text = _modulate(options, block.txt_norm2, text, c_scale2, c_shift2)
     text = _feed_forward(options, block.txt_mlp, c, c_gate2, text)
     return _clip(text), _clip(image)
 
@@ -363,7 +364,7 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
                             backend=options.backend)
 
     attn = block.attn1
-    y = _modulate(options, block.norm1, x, scale, shift)
+    y, x = _modulate(options, block.norm1, x, scale, shift)
     q, k, v = linears(y, [layer_of(p) for p in (attn.to_q, attn.to_k, attn.to_v)], options=options)
     q, k = normed(attn, attn.norm_q, q, rope), normed(attn, attn.norm_k, k, rope)
     out = _attend(options, q, k, _heads(v, attn.heads))
@@ -373,15 +374,15 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     y = x
     if not isinstance(block.norm2, nn.Identity):
         norm = block.norm2
-        y = layer_norm_modulate(x, None, None, weight=norm.weight, bias=norm.bias, eps=norm.eps,
-                                backend=options.backend)
+        y, x = layer_norm_modulate(x, None, None, weight=norm.weight, bias=norm.bias, eps=norm.eps, keep=True,
+                                   backend=options.backend)
     q = linear(y, layer_of(attn.to_q), options=options)  # type: ignore[arg-type]
     k, v = linears(encoder_hidden_states, [layer_of(p) for p in (attn.to_k, attn.to_v)], options=options)
     q, k = normed(attn, attn.norm_q, q, None), normed(attn, attn.norm_k, k, None)
     out = _attend(options, q, k, _heads(v, attn.heads))
     x = linear(out.flatten(2), layer_of(attn.to_out[0]), options=options, residual=x)
 
-    y = _modulate(options, block.norm3, x, scale2, shift2)
+    y, x = _modulate(options, block.norm3, x, scale2, shift2)
     return _feed_forward(options, block.ffn, y, gate2, x)
 
 
@@ -395,7 +396,7 @@ def norm_out(module: Any, options: KernelOptions, x: Tensor, conditioning_embedd
     """diffusers' AdaLayerNormContinuous."""
     active = silu(conditioning_embedding, backend=options.backend).to(x.dtype)
     scale, shift = _conditioning(options, module, active, 2)
-    return _modulate(options, module.norm, x, scale, shift)
+    return _modulate(options, module.norm, x, scale, shift)[0]
 
 
 BLOCKS: dict[str, tuple[Callable[[Any], bool], Forward]] = {

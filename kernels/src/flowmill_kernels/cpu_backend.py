@@ -12,7 +12,8 @@ from .heuristics import Layout
 from .schemes import Epilogue, Scheme, combine
 
 
-def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[tuple[Tensor, Tensor], ...] = ()
+                 ) -> Tensor:
     """fp32 [segments, M, N]: x [M, K] @ w_kn [K, N] over each K segment, in K order; `extra` goes on in the last."""
     k = x.shape[1]
     parts = []
@@ -21,9 +22,9 @@ def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[Tensor, T
         for i in range(start, min(start + scheme.segment_k, k)):
             acc += x[:, i : i + 1] * w_kn[i]
         parts.append(acc)
-    if extra is not None:
-        for i in range(extra[1].shape[0]):
-            parts[-1] += extra[0][:, i : i + 1] * extra[1][i]
+    for h, b in extra:
+        for i in range(b.shape[0]):
+            parts[-1] += h[:, i : i + 1] * b[i]
     return torch.stack(parts) if parts else torch.zeros((1, x.shape[0], w_kn.shape[1]))
 
 
@@ -43,13 +44,13 @@ def finish(total: Tensor, epilogue: Epilogue, bias: Tensor | None, gate: Tensor 
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
-         gate: Tensor | None, residual: Tensor | None, extra: tuple[Tensor, Tensor] | None = None) -> None:
+         gate: Tensor | None, residual: Tensor | None, extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
     """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y; an fp32 y of fp32 sums stays unrounded."""
 
     def by_k(t: Tensor) -> Tensor:
         return (t.T if layout == "nt" else t).float().contiguous()
 
-    more = None if extra is None else (extra[0].float(), by_k(extra[1]))
+    more = tuple((h.float(), by_k(b)) for h, b in extra)
     total = combine(partial_sums(x.float(), by_k(w), scheme, more).unbind(), scheme.order)
     y.copy_(finish(total, epilogue, bias, gate, residual, y.dtype))
 

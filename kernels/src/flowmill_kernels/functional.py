@@ -209,6 +209,23 @@ class _Linears(torch.autograd.Function):
         return (None, d_x, d_gate, d_residual, *d_weights)
 
 
+def _sum_of_products(products: list[tuple[Tensor, Tensor]], call: _Call) -> Tensor | None:
+    """Sum of dy @ w, in as few kernels as the mode allows: up to four products share one accumulator."""
+    common = {"num_sms": call.options.num_sms, "backend": call.options.backend}
+    if call.options.mode == "tp_invariant":
+        total = None
+        for dy, w in products:
+            total = gemm_nn(dy, w, residual=total, mode=call.mode_for(dy.shape[-1]), **common)
+        return total
+    total, rest = None, list(products)
+    while rest:
+        (dy, w), extras = rest.pop(0), []
+        while rest and len(extras) < 3 and rest[0][1].shape[0] % 16 == 0:
+            extras.append(rest.pop(0))
+        total = gemm_nn(dy, w, extra=extras or None, residual=total, **common)
+    return total
+
+
 def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, weights: Sequence[Tensor | None],
                        dys: Sequence[Tensor | None], need_x: bool, need: Sequence[bool]
                        ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -216,41 +233,42 @@ def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, weights: S
     options, dtype = call.options, x.dtype
     common = {"num_sms": options.num_sms, "backend": options.backend}
     adapters = weights[2::_PER_LAYER]
-    d_x, d_weights = None, [None] * len(weights)
+    d_weights: list[Tensor | None] = [None] * len(weights)
+    products: list[tuple[Tensor, Tensor]] = []
+    d_hidden, downs = None, []
     xs = _samples(x)
     for i, (place, dy) in enumerate(zip(_columns(adapters), dys, strict=True)):
-        if dy is None:
-            continue
         at = i * _PER_LAYER
         weight, bias, lora_a, lora_b = weights[at:at + _PER_LAYER]
         need_w, need_bias, need_a, need_b = need[at:at + _PER_LAYER]
+        if place is not None:
+            downs.append(lora_a)
+            if d_hidden is None:
+                d_hidden = torch.empty_like(hidden)  # type: ignore[arg-type]
+        if dy is None:
+            if place is not None:
+                d_hidden[..., place] = 0  # type: ignore[index]
+            continue
         dy_s = _samples(dy)
         if need_w:
             d_weights[at] = deliver_outer(weight, dy_s, xs)
         if need_bias:
             d_weights[at + 1] = deliver(bias, column_sum(dy_s, backend=options.backend))
-        extra = None
         if place is not None:
             if need_b:  # hidden holds the scale already
-                rank = lora_b.shape[1]
-                own = hidden[..., place.start:place.start + rank]  # type: ignore[index]
+                own = hidden[..., place.start:place.start + lora_b.shape[1]]  # type: ignore[index]
                 d_weights[at + 3] = deliver_outer(lora_b, dy_s, _samples(own))
             if need_a or need_x:
-                d_hidden = gemm_nn(dy, _pad_b(lora_b, dtype), mode=call.mode_for(dy.shape[-1]), **common)
-                if call.scales[i] != 1.0:
-                    d_hidden = d_hidden * call.scales[i]
+                d_own = gemm_nn(dy, _pad_b(lora_b, dtype), mode=call.mode_for(dy.shape[-1]), **common)
+                torch.mul(d_own, call.scales[i], out=d_hidden[..., place])  # type: ignore[index]
                 if need_a:
-                    own = d_hidden[..., :lora_a.shape[0]]
+                    own = d_hidden[..., place.start:place.start + lora_a.shape[0]]  # type: ignore[index]
                     d_weights[at + 2] = deliver_outer(lora_a, _samples(own), xs)
-                extra = (d_hidden, _stack_a([lora_a], dtype))
         if need_x:
-            mode = call.mode_for(dy.shape[-1])
-            if mode == "consistent":
-                d_x = gemm_nn(dy, weight.to(dtype), extra=extra, residual=d_x, mode=mode, **common)
-            else:
-                if extra is not None:
-                    d_x = gemm_nn(*extra, residual=d_x, **common)
-                d_x = gemm_nn(dy, weight.to(dtype), residual=d_x, mode=mode, **common)
+            products.append((dy, weight.to(dtype)))
+    if need_x and d_hidden is not None:
+        products.append((d_hidden, _stack_a(downs, dtype)))
+    d_x = _sum_of_products(products, call) if need_x else None
     return d_x, d_weights
 
 

@@ -5,6 +5,8 @@ rollout and training share are built on these. `gemm_nt` is the forward, `gemm_n
 weight gradient; `gemm_nt_partial` and `gemm_nn_partial` are one rank's share for tensor parallelism.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +23,7 @@ Backend = Literal["auto", "triton", "cpu"]
 Loads = Literal["auto", "tma", "pointer"]
 
 _ACTIVATIONS = ("none", "gelu_tanh")
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -119,20 +122,22 @@ def _check_epilogue(name: str, n: int, lead: tuple[int, ...], activation: str, b
         raise TypeError(f"{name}: out must be contiguous {dtype}, got {out.dtype} with strides {out.stride()}")
 
 
-def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, extra: tuple[Tensor, Tensor], mode: str) -> None:
-    """`extra` is one more product of the same rows and columns, with a contraction of its own."""
-    h, b = extra
+def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, pairs: tuple[Pair, ...], mode: str) -> None:
+    """`extra` is up to three more products of the same rows and columns, each with a contraction of its own."""
     if mode != "consistent":
         raise ValueError(f"{name}: extra goes with mode 'consistent'; in {mode!r} the tree is over K alone, so add the "
                          "second product through residual")
+    if len(pairs) > 3:
+        raise ValueError(f"{name}: at most three extra products, got {len(pairs)}")
     wanted = w.shape[0] if layout == "nt" else w.shape[1]
-    inner, columns = (b.shape[-1], b.shape[0]) if layout == "nt" else (b.shape[0], b.shape[-1])
-    if h.shape[:-1] != x.shape[:-1] or b.dim() != 2 or h.shape[-1] != inner or columns != wanted or inner % 16:
-        form = f"[{wanted}, R]" if layout == "nt" else f"[R, {wanted}]"
-        raise ValueError(f"{name}: extra needs h {[*x.shape[:-1]]} + [R] and b {form} with R a multiple of 16, got "
-                         f"{tuple(h.shape)} and {tuple(b.shape)}")
-    if h.dtype != x.dtype or b.dtype != x.dtype:
-        raise TypeError(f"{name}: extra is {h.dtype} and {b.dtype}; both must be {x.dtype} like x")
+    for h, b in pairs:
+        inner, columns = (b.shape[-1], b.shape[0]) if layout == "nt" else (b.shape[0], b.shape[-1])
+        if h.shape[:-1] != x.shape[:-1] or b.dim() != 2 or h.shape[-1] != inner or columns != wanted or inner % 16:
+            form = f"[{wanted}, R]" if layout == "nt" else f"[R, {wanted}]"
+            raise ValueError(f"{name}: extra needs h {[*x.shape[:-1]]} + [R] and b {form} with R a multiple of 16, got "
+                             f"{tuple(h.shape)} and {tuple(b.shape)}")
+        if h.dtype != x.dtype or b.dtype != x.dtype:
+            raise TypeError(f"{name}: extra is {h.dtype} and {b.dtype}; both must be {x.dtype} like x")
 
 
 def _rows(x: Tensor, columns: int) -> Tensor:
@@ -144,62 +149,107 @@ def _rows(x: Tensor, columns: int) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-@torch.no_grad()
-def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
-          gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None,
-          backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
-          extra: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
-    given = tuple(t for t in (x, w, bias, gate, residual, out, *(extra or ())) if t is not None)
+@dataclass(frozen=True)
+class _Plan:
+    """What a call comes to, once its shapes have been looked at."""
+
+    backend: Literal["triton", "cpu"]
+    m: int
+    n: int
+    k: int
+    schedule: Schedule
+    epilogue: Epilogue
+    dtype: torch.dtype
+
+
+_PLANS: dict[tuple, _Plan] = {}
+
+
+def _signature(tensors: tuple[Tensor | None, ...]) -> tuple:
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
+          gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None, backend: Backend,
+          schedule: Schedule | None, partial_of: int | None, extra: tuple[Pair, ...]) -> _Plan:
+    """All checks of a call, and its schedule."""
+    given = tuple(t for t in (x, w, bias, gate, residual, out, *(t for pair in extra for t in pair)) if t is not None)
     chosen = _choose_backend(name, backend, given)
     _check_common(name, x, w, num_sms, chosen)
     _check_operands(name, x, w, layout)
-    if extra is not None:
+    if extra:
         _check_extra(name, x, w, layout, extra, mode)
     lead, k = tuple(x.shape[:-1]), x.shape[-1]
     n = w.shape[0] if layout == "nt" else w.shape[1]
     dtype = x.dtype if partial_of is None else torch.float32
     _check_epilogue(name, n, lead, activation, bias, gate, residual, out, dtype)
-    x2 = _rows(x, k)
-    m = x2.shape[0]
+    m = 1
+    for size in lead:
+        m *= size
     epilogue = Epilogue(bias is not None, activation, gate is not None, residual is not None)
     if schedule is None:
         if partial_of is None:
-            schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=epilogue)
+            # A gate of many rows costs no more registers than a bias.
+            few = gate is not None and m // gate.shape[0] < 64
+            schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=dataclasses.replace(epilogue, gate=few))
         else:
             scheme = tp_scheme(k * partial_of)
             schedule = Schedule(scheme, tree_tile_for(n, k, m=m), spread_segments(m, n, scheme.num_segments(k)))
-    y = torch.empty((*lead, n), dtype=dtype, device=x.device) if out is None else out
-    if m == 0:
+    return _Plan(chosen, m, n, k, schedule, epilogue, dtype)
+
+
+def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
+          gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None,
+          backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
+          extra: Pair | Sequence[Pair] | None = None) -> Tensor:
+    """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _gemm(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
+                         num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of,
+                         extra=extra)
+    pairs: tuple[Pair, ...] = ()
+    if extra is not None:
+        pairs = (extra,) if isinstance(extra[0], Tensor) else tuple(extra)  # type: ignore[assignment]
+    # Checks cost the host more than a launch, so a call whose shapes have been seen skips them.
+    key = (name, layout, activation, mode, num_sms, backend, schedule, partial_of,
+           _signature((x, w, bias, gate, residual, out, *(t for pair in pairs for t in pair))))
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _plan(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
+                     num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of, extra=pairs)
+        if len(_PLANS) < 20000:
+            _PLANS[key] = plan
+    n, k, schedule = plan.n, plan.k, plan.schedule
+    y = torch.empty((*x.shape[:-1], n), dtype=plan.dtype, device=x.device) if out is None else out
+    if plan.m == 0:
         return y
-    common = {"layout": layout, "scheme": schedule.scheme, "epilogue": epilogue, "bias": bias, "gate": gate,
-              "residual": None if residual is None else residual.reshape(-1, n)}
-    if chosen == "cpu":
-        more = None if extra is None else (extra[0].reshape(m, -1), extra[1])
-        cpu_backend.gemm(x2, w, y.view(-1, n), **common, extra=more)
+    x2, y2 = _rows(x, k), y.view(-1, n)
+    residual2 = None if residual is None else residual.reshape(-1, n)
+    if plan.backend == "cpu":
+        more = tuple((h.reshape(plan.m, -1), b) for h, b in pairs)
+        cpu_backend.gemm(x2, w, y2, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
+                         residual=residual2, extra=more)
         return y
     from . import triton_backend
 
-    for label in ("bias", "gate", "residual"):  # kernels index their last dimension with stride 1
-        if common[label] is not None and common[label].stride(-1) != 1:
-            common[label] = common[label].contiguous()
+    # Kernels index their last dimension with stride 1.
+    bias, gate, residual2 = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (bias, gate, residual2))
     w2 = _rows(w, w.shape[1])
-    tma = schedule.loads != "pointer" and triton_backend.uses_tma(x2, w2)
+    more = tuple((_rows(h, h.shape[-1]), _rows(b, b.shape[1])) for h, b in pairs)
+    tma = schedule.loads != "pointer" and triton_backend.uses_tma(x2, w2, *(t for pair in more for t in pair))
     if schedule.loads == "tma" and not tma:
         raise ValueError(f"{name}: loads='tma' needs a Hopper or newer GPU and rows of whole 16 bytes, got K={k} and "
                          f"N={n}")
-    more = None
-    if extra is not None:
-        more = (_rows(extra[0], extra[0].shape[-1]), _rows(extra[1], extra[1].shape[1]))
-        tma = tma and triton_backend.uses_tma(*more)
-    triton_backend.gemm(x2, w2, y.view(-1, n), **common, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread,
-                        tma=tma, extra=more)
+    triton_backend.gemm(x2, w2, y2, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
+                        residual=residual2, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread, tma=tma,
+                        extra=more)
     return y
 
 
 def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, activation: Activation = "none",
             gate: Tensor | None = None, residual: Tensor | None = None, mode: Mode = "consistent",
-            extra: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None, backend: Backend = "auto",
+            extra: Pair | Sequence[Pair] | None = None, out: Tensor | None = None, backend: Backend = "auto",
             schedule: Schedule | None = None) -> Tensor:
     """A linear layer's forward, ``residual + gate * activation(x @ w.T + bias)``, rounded once.
 
@@ -215,8 +265,9 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
         activation: `none` or `gelu_tanh`, in fp32.
         gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample.
         residual: ``[..., N]``.
-        extra: ``(h [..., R], b [N, R])`` with R a multiple of 16: ``h @ b.T`` is added to the fp32 sum before the bias,
-            in the last segment's accumulator: an adapter's up projection for R more of K. Only `consistent`.
+        extra: ``(h [..., R], b [N, R])`` with R a multiple of 16, or up to three such pairs: each ``h @ b.T`` is added
+            to the fp32 sum before the bias, in order, in the last segment's accumulator. An adapter's up projection
+            costs R more of K. Only `consistent`.
         out: Where to write; contiguous.
         backend: `auto` takes the CPU back end for CPU tensors. `triton` with CPU tensors needs Triton's interpreter.
         schedule: Tile, spread and loads by hand (`gemm_nt_schedule`); only its scheme can change bits.
@@ -236,13 +287,14 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
 
 
 def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, residual: Tensor | None = None,
-            extra: tuple[Tensor, Tensor] | None = None, mode: Mode = "consistent", out: Tensor | None = None,
+            extra: Pair | Sequence[Pair] | None = None, mode: Mode = "consistent", out: Tensor | None = None,
             backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
     """A linear layer's dgrad, ``dx = dy @ w`` (+ residual), with the guarantees of `gemm_nt`; the contraction is N.
 
     Args:
         dy: ``[..., N]``. w: ``[N, K]``. residual: ``[..., K]``, for a gradient that joins from another branch.
-        extra: ``(dh [..., R], a [R, K])``: ``dh @ a`` is added as in `gemm_nt`.
+        extra: ``(dh [..., R], a [R, K])``, or up to three pairs: ``dh @ a`` is added as in `gemm_nt`. The gradient of
+            an input that q, k and v share is one sum.
 
     Returns:
         ``[..., K]`` of dy's dtype.

@@ -9,6 +9,8 @@ The order of every sum is the scheme's, so the bits are those of the Triton kern
 experimental interface of triton: versions it is not written for take the Triton back end's own kernel.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -24,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .heuristics import Layout, Tile
+from .launch import launch, signature
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme
 
 BLOCK_M = 128
@@ -60,8 +63,9 @@ def _load_block(x, w, a_tiles, b_tiles, ready, empty, step, row, col, k, NT: gl.
 
 
 @gluon.jit
-def _load_all(x, w, h, b, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks_k, blocks_r, EXTRA: gl.constexpr,
-              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, NT: gl.constexpr,
+def _load_all(x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks_k, blocks_0,
+              blocks_1, blocks_2, EXTRAS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+              GROUP_M: gl.constexpr, NT: gl.constexpr,
               STAGES: gl.constexpr):
     """The loading warp: every operand block of every tile of this program, in order, as slots become free."""
     step = 0
@@ -70,9 +74,18 @@ def _load_all(x, w, h, b, a_tiles, b_tiles, ready, empty, M, N, my_tiles, blocks
         for i in range(blocks_k):
             _load_block(x, w, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
             step += 1
-        if EXTRA:  # a second product in the same accumulator
-            for i in range(blocks_r):
-                _load_block(h, b, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
+        # More products in the same accumulator.
+        if EXTRAS >= 1:
+            for i in range(blocks_0):
+                _load_block(h0, b0, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
+                step += 1
+        if EXTRAS >= 2:
+            for i in range(blocks_1):
+                _load_block(h1, b1, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
+                step += 1
+        if EXTRAS >= 3:
+            for i in range(blocks_2):
+                _load_block(h2, b2, a_tiles, b_tiles, ready, empty, step, row, col, i * BLOCK_K, NT, STAGES)
                 step += 1
 
 
@@ -130,9 +143,9 @@ def _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr,
 
 
 @gluon.jit
-def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+def _epilogue(acc, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate, stride_residual,
               layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
-              GATE: gl.constexpr, RESIDUAL: gl.constexpr):
+              GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr):
     """``residual + gate * gelu(acc + bias)``, operation for operation as in the Triton back end."""
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -141,14 +154,25 @@ def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_g
     if GELU:
         u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
         acc = 0.5 * acc * (2.0 - 2.0 / (gl.exp(2.0 * u) + 1.0))
-    if GATE or RESIDUAL:
+    if GATE == 1 or (RESIDUAL and not RESIDUAL_TILE):
         inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
-    if GATE:
+    if GATE == 2:
+        # At least as many rows a gate as there are here, so two gate rows will do.
+        first = row // rows_per_gate
+        one = gl.load(gate + first * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
+        last = gl.minimum(first + 1, (M - 1) // rows_per_gate)
+        two = gl.load(gate + last * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
+        before = gl.expand_dims(rows < (first + 1) * rows_per_gate, 1)
+        acc = acc * gl.where(before, gl.expand_dims(one, 0), gl.expand_dims(two, 0))
+    if GATE == 1:
         at = gl.expand_dims(rows // rows_per_gate * stride_gate, 1) + gl.expand_dims(cols, 0)
         acc = acc * gl.load(gate + at, inside, other=0.0).to(gl.float32)
     if RESIDUAL:
-        at = gl.expand_dims(rows * stride_residual, 1) + gl.expand_dims(cols, 0)
-        acc = gl.load(residual + at, inside, other=0.0).to(gl.float32) + acc
+        if RESIDUAL_TILE:
+            acc = out_tile.load(layout).to(gl.float32) + acc
+        else:
+            at = gl.expand_dims(rows * stride_residual, 1) + gl.expand_dims(cols, 0)
+            acc = gl.load(residual + at, inside, other=0.0).to(gl.float32) + acc
     return acc
 
 
@@ -175,11 +199,11 @@ def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, four_tile, out_tile, ready, empty, M, N,
-                my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
+def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, four_tile, out_tile, ready, empty,
+                arrived, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
-                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, SCRATCH: gl.constexpr,
-                NT: gl.constexpr, STAGES: gl.constexpr):
+                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr,
+                SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """Four warps: 64 rows of every tile of this program, the tree over segments, the epilogue and the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_N, 16])
@@ -189,8 +213,11 @@ def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, fo
     for t in range(my_tiles):
         row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
         row += HALF * 64
-        if SEGMENTS == 4 or SCRATCH:  # the last store may still read what the first segments overwrite
+        if SEGMENTS == 4 or SCRATCH or RESIDUAL_TILE:  # the last store may still read what is overwritten now
             tma.store_wait(0)
+        if RESIDUAL_TILE:  # comes while the products run, into the memory that the result leaves by
+            mbarrier.expect(arrived, residual.block_type.nbytes)
+            _copy_in(residual, [row, col], arrived, out_tile)
         if SEGMENTS == 1:
             part = _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
             part = _end_segment(part, step, steps, empty, STAGES)
@@ -214,9 +241,11 @@ def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, fo
                             four_tile.store(part)
                 elif SEGMENTS > 2:
                     two_tile.store(part)
-        part = _epilogue(part, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
-                         layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
-        if SEGMENTS < 4:
+        if RESIDUAL_TILE:
+            mbarrier.wait(arrived, t & 1)
+        part = _epilogue(part, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate,
+                         stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE)
+        if SEGMENTS < 4 and not RESIDUAL_TILE:
             tma.store_wait(0)
         out_tile.store(part.to(y.dtype))
         fence_async_shared()
@@ -236,10 +265,11 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return ready, empty
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "blocks_r", "rows_per_gate"])
-def _halves_gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, steps, blocks_r, rows_per_gate, stride_gate,
-                 stride_residual, EXTRA: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr,
-                 BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "steps", "blocks_0", "blocks_1", "blocks_2", "rows_per_gate"])
+def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0, blocks_1,
+                 blocks_2, rows_per_gate, stride_gate, stride_residual, EXTRAS: gl.constexpr,
+                 RESIDUAL_TILE: gl.constexpr,
+                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
                  BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr,
                  SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
@@ -265,16 +295,23 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, steps, bloc
     ready, empty = _make_barriers(STAGES, 2)
     num_tiles = gl.cdiv(M, 128) * gl.cdiv(N, BLOCK_N)
     my_tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
-    my_steps = steps + blocks_r  # to the multiplying warps the second product is more of K
+    my_steps = steps + blocks_0 + blocks_1 + blocks_2  # to the multiplying warps the other products are more of K
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    if RESIDUAL_TILE:
+        for i in gl.static_range(2):
+            mbarrier.init(arrived.index(i), count=1)
+        fence_async_shared()
     gl.warp_specialize([
         (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
-                       out_0, ready, empty, M, N, my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 0,
-                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
+                       out_0, ready, empty, arrived.index(0), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
+                       stride_residual, 0,
+                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
         (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
-                       out_1, ready, empty, M, N, my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 1,
-                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, SCRATCH, NT, STAGES)),
-        (_load_all, (x, w, h, b, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps, blocks_r, EXTRA,
-                     BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
+                       out_1, ready, empty, arrived.index(1), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
+                       stride_residual, 1,
+                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
+        (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
+                     blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
     ], [4, 1], [240, 24])
 
 
@@ -286,34 +323,61 @@ def takes(y: Tensor, scheme: Scheme, k: int, tile: Tile) -> bool:
 
 
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GL_DTYPE[tensor.dtype])
+    layout = _layout(tuple(block), tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
+
+
+def _takes_tma(t: Tensor) -> bool:
+    return t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
          gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile,
-         extra: tuple[Tensor, Tensor] | None = None) -> None:
+         extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
     """As the Triton back end's `gemm`; operands must suit TMA, and `takes` must hold. `extra` wants one segment."""
     (m, k), n = x.shape, y.shape[1]
-    nt, segments = layout == "nt", scheme.num_segments(k)
-    steps = triton.cdiv(k, tile.block_k) if segments == 1 else scheme.segment_k // tile.block_k
-    grid = min(num_sms, triton.cdiv(m, BLOCK_M) * triton.cdiv(n, tile.block_n))
+    segments = scheme.num_segments(k)
+    grid = min(num_sms, -(-m // BLOCK_M) * -(-n // tile.block_n))
     use_scratch = segments == NUM_SEGMENTS and tile.register_levels == 1
     scratch = torch.empty(grid * BLOCK_M * tile.block_n, dtype=torch.float32, device=x.device) if use_scratch else None
-    w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
-    waiting = 4 * BLOCK_M * tile.block_n * (2 if segments == NUM_SEGMENTS and not use_scratch else 1)
-    stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
-    room = SHARED_BYTES - 1024 - (waiting if segments >= 4 else y.element_size() * BLOCK_M * tile.block_n)
-    x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
-    h_arg, b_arg, blocks_r = x_arg, w_arg, 0
-    if extra is not None:
-        h_arg, b_arg = _descriptor(extra[0], [BLOCK_M // 2, tile.block_k]), _descriptor(extra[1], w_block)
-        blocks_r = triton.cdiv(extra[0].shape[1], tile.block_k)
-    _halves_gemm[(grid,)](
-        x_arg, w_arg, _descriptor(y, [BLOCK_M // 2, tile.block_n]), bias, gate, residual, scratch, h_arg, b_arg, m, n,
-        steps, blocks_r, 1 if gate is None else m // gate.shape[0], 0 if gate is None else gate.stride(0),
-        0 if residual is None else residual.stride(0), EXTRA=extra is not None, SEGMENTS=segments,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m, BIAS=epilogue.bias, GELU=epilogue.activation == "gelu_tanh", GATE=epilogue.gate,
-        RESIDUAL=epilogue.residual, SCRATCH=use_scratch, NT=nt, STAGES=min(tile.num_stages, room // stage), num_warps=4,
-        enable_fp_fusion=False)
+    residual_tile = segments == 1 and residual is not None and residual.dtype == y.dtype and _takes_tma(residual)
+    pairs = [t for pair in extra for t in pair]
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        nt = layout == "nt"
+        steps = triton.cdiv(k, tile.block_k) if segments == 1 else scheme.segment_k // tile.block_k
+        w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
+        waiting = 4 * BLOCK_M * tile.block_n * (2 if segments == NUM_SEGMENTS and not use_scratch else 1)
+        stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
+        room = SHARED_BYTES - 1024 - (waiting if segments >= 4 else y.element_size() * BLOCK_M * tile.block_n)
+        x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
+        out_block = [BLOCK_M // 2, tile.block_n]
+        others: list = []
+        for h, b in extra:
+            others += [_descriptor(h, [BLOCK_M // 2, tile.block_k]), _descriptor(b, w_block)]
+        others += [None] * (6 - len(others))
+        blocks = [triton.cdiv(h.shape[1], tile.block_k) for h, _ in extra] + [0] * (3 - len(extra))
+        rows_per_gate = 1 if gate is None else m // gate.shape[0]
+        arguments = [
+            x_arg, w_arg, _descriptor(y, out_block), bias, gate,
+            _descriptor(residual, out_block) if residual_tile and residual is not None else residual, scratch,
+            *others, m, n, steps, *blocks, rows_per_gate, 0 if gate is None else gate.stride(0),
+            0 if residual is None else residual.stride(0)]
+        constants = {
+            "EXTRAS": len(extra), "RESIDUAL_TILE": residual_tile, "SEGMENTS": segments, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "BIAS": epilogue.bias,
+            "GELU": epilogue.activation == "gelu_tanh",
+            "GATE": 0 if gate is None else 2 if rows_per_gate >= BLOCK_M // 2 else 1, "RESIDUAL": epilogue.residual,
+            "SCRATCH": use_scratch, "NT": nt, "STAGES": min(tile.num_stages, room // stage), "num_warps": 4,
+            "enable_fp_fusion": False}
+        return (grid,), arguments, constants
+
+    key = (signature(x, w, y, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, tile, residual_tile)
+    pointers = (bias, gate, None if residual_tile else residual, scratch)
+    descriptors = (x, w, y, residual if residual_tile else None, *pairs)
+    launch(_halves_gemm, key, (*pointers, *descriptors), make)

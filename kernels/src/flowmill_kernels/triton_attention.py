@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launch import launch, signature
 from .triton_backend import uses_tma
 
 LOG2_E = 1.4426950408889634
@@ -329,22 +330,27 @@ def _rows_of_samples(t: Tensor) -> Tensor:
     return t if rows else t.contiguous()
 
 
-def _descriptor(t: Tensor, rows: int, padded: int) -> TensorDescriptor | None:
-    """TMA over t [B, T, H, D] as a matrix [B * T, H * D]; None where TMA cannot take it."""
-    batch, tokens, heads, dims = t.shape
-    if padded != dims or t.stride(2) != dims or tokens == 0:
-        return None
-    matrix = t.as_strided((batch * tokens, heads * dims), (t.stride(1), 1))
-    if not uses_tma(matrix):
-        return None
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, dims])
+def _all_tma(tensors: tuple[Tensor, ...], padded: int) -> bool:
+    """Whether TMA can take them, each [B, T, H, D] as a matrix [B * T, H * D]."""
+    for t in tensors:
+        if padded != t.shape[3] or t.stride(2) != padded or t.shape[1] == 0 or not uses_tma(t[0, :, 0]):
+            return False
+    return True
+
+
+def _descriptors(tensors: tuple[Tensor, ...], rows: int, tma: bool) -> list[TensorDescriptor | None]:
+    if not tma:
+        return [None] * len(tensors)
+    matrices = [t.as_strided((t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]), (t.stride(1), 1)) for t in tensors]
+    return [TensorDescriptor(m, list(m.shape), list(m.stride()), [rows, t.shape[3]])
+            for m, t in zip(matrices, tensors, strict=True)]
 
 
 # (queries a program, keys a block, warps, stages). The keys a block are part of the bits, and fixed by D.
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)}
 # Keys: (queries a block, keys a program, ...); queries: (queries a program, keys a block, ...).
-BACKWARD_KEYS = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
-BACKWARD_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
+BACKWARD_KEYS = {64: (64, 64, 4, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
+BACKWARD_QUERIES = {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
 
 
 def _sizes(table: dict, padded: int) -> tuple[int, int, int, int]:
@@ -367,23 +373,33 @@ def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ..
     if sum(out.numel() for out in outs) == 0:
         return outs, lses
     padded = max(16, triton.next_power_of_2(dims))
-    m, n, warps, stages = _sizes(FORWARD, padded)
+    sizes = _sizes(FORWARD, padded)
     ks, vs = tuple(map(_rows_of_samples, ks)), tuple(map(_rows_of_samples, vs))
-    descriptors = [_descriptor(t, n, padded) for t in (ks[0], vs[0], ks[-1], vs[-1])]
-    tma = all(d is not None for d in descriptors)
     q0, q1, two_q = _pairs(qs)
     (k0, k1, two_k), (v0, v1, _) = _pairs(ks), _pairs(vs)
     o0, o1, _ = _pairs(outs)
     lse0, lse1 = (lses[0], lses[-1]) if with_lse else (None, None)
     len0, len1 = lengths[0], lengths[-1]
-    tiles = [triton.cdiv(q.shape[1], m) for q in qs]
-    _forward[(sum(tiles), batch * heads)](
-        q0, q1, *(descriptors if tma else [None] * 4), k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, heads, tiles[0],
-        q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E,
-        q0.stride(0), q0.stride(1), q0.stride(2), q1.stride(0), q1.stride(1), q1.stride(2),
-        k0.stride(1), k0.stride(2), v0.stride(1), v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2),
-        M=m, N=n, D=padded, TWO_Q=two_q, TWO_K=two_k, LEN0=len0 is not None, LEN1=len1 is not None, CAUSAL=causal,
-        LSE=with_lse, TMA=tma, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+    described = (k0, v0, k1, v1)
+    tma = _all_tma(described, padded)
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        m, n, warps, stages = sizes
+        tiles = [triton.cdiv(q.shape[1], m) for q in qs]
+        arguments = [
+            q0, q1, *_descriptors(described, n, tma), k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, heads, tiles[0],
+            q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E,
+            q0.stride(0), q0.stride(1), q0.stride(2), q1.stride(0), q1.stride(1), q1.stride(2),
+            k0.stride(1), k0.stride(2), v0.stride(1), v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1),
+            v1.stride(2)]
+        constants = {"M": m, "N": n, "D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None,
+                     "LEN1": len1 is not None, "CAUSAL": causal, "LSE": with_lse, "TMA": tma, "num_warps": warps,
+                     "num_stages": stages, "enable_fp_fusion": False}
+        return (sum(tiles), batch * heads), arguments, constants
+
+    pointers = (q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1)
+    launch(_forward, (signature(*pointers), two_q, two_k, causal, scale, sizes, tma),
+           (*pointers, *(described if tma else ())), make)
     return outs, lses
 
 
@@ -401,34 +417,41 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
     deltas = tuple(torch.empty_like(lse) for lse in lses)
     for out, dout, delta in zip(outs, douts, deltas, strict=True):
         if out.numel():
-            _delta[(triton.cdiv(out.shape[1], 64), batch * heads)](out, dout, delta, heads, out.shape[1], dims, M=64,
-                                                                   D=padded, num_warps=4, enable_fp_fusion=False)
+            tokens = out.shape[1]
+            launch(_delta, (signature(out), padded), (out, dout, delta),
+                   lambda: ((triton.cdiv(tokens, 64), batch * heads), [out, dout, delta, heads, tokens, dims],  # noqa: B023
+                            {"M": 64, "D": padded, "num_warps": 4, "enable_fp_fusion": False}))
     qs, ks, vs = (tuple(map(_rows_of_samples, ts)) for ts in (qs, ks, vs))
     q0, q1, two_q = _pairs(qs)
     (k0, k1, two_k), (v0, v1, _) = _pairs(ks), _pairs(vs)
     (do0, do1, _), (lse0, lse1, _), (delta0, delta1, _) = _pairs(douts), _pairs(lses), _pairs(deltas)
     len0, len1 = lengths[0], lengths[-1]
-    strides = (q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1), k0.stride(2), v0.stride(1),
-               v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2))
-    sizes = (q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E, scale)
-    switches = {"D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None, "LEN1": len1 is not None,
-                "CAUSAL": causal, "enable_fp_fusion": False}
     shared = (q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1)
 
-    m, n, warps, stages = _sizes(BACKWARD_KEYS, padded)
-    descriptors = [_descriptor(t, m, padded) for t in (q0, do0, q1, do1)]
-    tma = all(d is not None for d in descriptors)
-    tiles = [triton.cdiv(k.shape[1], n) for k in ks]
-    if sum(tiles):
-        _backward_keys[(sum(tiles), batch * heads)](
-            *(descriptors if tma else [None] * 4), *shared, dks[0], dvs[0], dks[-1], dvs[-1], len0, len1, heads,
-            tiles[0], *sizes, *strides, M=m, N=n, TMA=tma, num_warps=warps, num_stages=stages, **switches)
+    def run(kernel, table: dict, outputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], over: tuple[Tensor, ...],
+            tile: int) -> None:
+        """One of the two kernels: programs over `over` in tiles, blocks of `walked` one after the other."""
+        sizes = _sizes(table, padded)
+        tma = _all_tma(walked, padded)
+        tiles = [-(-t.shape[1] // sizes[tile]) for t in over]
 
-    m, n, warps, stages = _sizes(BACKWARD_QUERIES, padded)
-    descriptors = [_descriptor(t, n, padded) for t in (k0, v0, k1, v1)]
-    tma = all(d is not None for d in descriptors)
-    tiles = [triton.cdiv(q.shape[1], m) for q in qs]
-    _backward_queries[(sum(tiles), batch * heads)](
-        *(descriptors if tma else [None] * 4), *shared, dqs[0], dqs[-1], len0, len1, heads, tiles[0], *sizes, *strides,
-        M=m, N=n, TMA=tma, num_warps=warps, num_stages=stages, **switches)
+        def make() -> tuple[tuple[int, ...], list, dict]:
+            m, n, warps, stages = sizes
+            arguments = [
+                *_descriptors(walked, sizes[1 - tile], tma), *shared, *outputs, len0, len1, heads, tiles[0],
+                q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E, scale,
+                q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1), k0.stride(2), v0.stride(1),
+                v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2)]
+            constants = {"M": m, "N": n, "D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None,
+                         "LEN1": len1 is not None, "CAUSAL": causal, "TMA": tma, "num_warps": warps,
+                         "num_stages": stages, "enable_fp_fusion": False}
+            return (sum(tiles), batch * heads), arguments, constants
+
+        if sum(tiles):
+            pointers = (*shared, *outputs, len0, len1)
+            launch(kernel, (signature(*pointers), two_q, two_k, causal, scale, sizes, tma),
+                   (*pointers, *(walked if tma else ())), make)
+
+    run(_backward_keys, BACKWARD_KEYS, (dks[0], dvs[0], dks[-1], dvs[-1]), (q0, do0, q1, do1), ks, 1)
+    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1]), (k0, v0, k1, v1), qs, 0)
     return dqs, dks, dvs

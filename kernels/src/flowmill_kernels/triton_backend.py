@@ -21,6 +21,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .heuristics import Layout, Tile
+from .launch import launch, signature
 from .schemes import Epilogue, Scheme
 
 # triton whose Gluon these kernels are written for; 3.9 renames and changes parts of it.
@@ -66,10 +67,22 @@ def _load(x, w, row, col, k, M, N, K, stride_xm, stride_wr,
 def _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NT: tl.constexpr,
                TMA: tl.constexpr):
-    """Go on with a second product, h [M, R] times b, in the same accumulator."""
+    """Go on with another product, h [M, R] times b, in the same accumulator."""
     for i in range(tl.cdiv(R, BLOCK_K)):
         a, c = _load(h, b, row, col, i * BLOCK_K, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
         acc = tl.dot(a, c, acc)
+    return acc
+
+
+@triton.jit
+def _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb0, sh1, sb1, sh2, sb2,
+                EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                NT: tl.constexpr, TMA: tl.constexpr):
+    acc = _add_extra(acc, h0, b0, row, col, M, N, R0, sh0, sb0, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+    if EXTRAS >= 2:
+        acc = _add_extra(acc, h1, b1, row, col, M, N, R1, sh1, sb1, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+    if EXTRAS >= 3:
+        acc = _add_extra(acc, h2, b2, row, col, M, N, R2, sh2, sb2, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
     return acc
 
 
@@ -173,9 +186,10 @@ def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, strid
                 stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL, PARTS // 2, OUT, TMA)
 
 
-@triton.jit(do_not_specialize=["M", "steps", "R", "rows_per_gate"])
-def _gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, K, R, steps, rows_per_gate,
-          stride_xm, stride_wr, stride_y, stride_gate, stride_residual, stride_hm, stride_br, EXTRA: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "steps", "R0", "R1", "R2", "rows_per_gate"])
+def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps, rows_per_gate,
+          stride_xm, stride_wr, stride_y, stride_gate, stride_residual, sh0, sb0, sh1, sb1, sh2, sb2,
+          EXTRAS: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
           SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
           GATE: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr,
@@ -191,9 +205,9 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, K, R, steps, rows_
                 a, c = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr,
                              BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
                 acc = tl.dot(a, c, acc)
-            if EXTRA:
-                acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT,
-                                 TMA)
+            if EXTRAS:
+                acc = _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb0, sh1, sb1, sh2,
+                                  sb2, EXTRAS, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
             _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
                     stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
     else:
@@ -240,10 +254,10 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, K, R, steps, rows_
                     a, c = _load(x, w, row, col, (segment * steps + i) * BLOCK_K, M, N, K, stride_xm, stride_wr,
                                  BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
                     acc = tl.dot(a, c, acc)
-                if EXTRA:  # noqa: SIM102
+                if EXTRAS:  # noqa: SIM102
                     if segment == SEGMENTS - 1:
-                        acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K,
-                                         NT, TMA)
+                        acc = _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb0, sh1, sb1,
+                                          sh2, sb2, EXTRAS, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
                 if TREE:
                     acc, one, two, four = _tree_step(acc, segment, one, two, four, mine, LEVELS, BLOCK_M, BLOCK_N)
                 else:
@@ -255,9 +269,10 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h, b, M, N, K, R, steps, rows_
                             stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
 
 
-@triton.jit(do_not_specialize=["M", "steps", "R"])
-def _gemm_segments(x, w, partials, h, b, M, N, K, R, steps, stride_xm, stride_wr, stride_hm, stride_br,
-                   EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "steps", "R0", "R1", "R2"])
+def _gemm_segments(x, w, partials, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps, stride_xm, stride_wr,
+                   sh0, sb0, sh1, sb1, sh2, sb2, EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BLOCK_K: tl.constexpr,
                    GROUP_M: tl.constexpr,
                    SEGMENTS: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
     """Spread: a unit of work is one segment of one tile; fp32 partials [SEGMENTS, M, N] for `_add_segments`."""
@@ -270,9 +285,10 @@ def _gemm_segments(x, w, partials, h, b, M, N, K, R, steps, stride_xm, stride_wr
         for i in range(segment * steps, min((segment + 1) * steps, blocks_k)):
             a, c = _load(x, w, row, col, i * BLOCK_K, M, N, K, stride_xm, stride_wr, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
             acc = tl.dot(a, c, acc)
-        if EXTRA:  # noqa: SIM102
+        if EXTRAS:  # noqa: SIM102
             if segment == SEGMENTS - 1:
-                acc = _add_extra(acc, h, b, row, col, M, N, R, stride_hm, stride_br, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
+                acc = _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb0, sh1, sb1, sh2, sb2,
+                                  EXTRAS, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         cols = col + tl.arange(0, BLOCK_N)
         at = (segment.to(tl.int64) * M + rows)[:, None] * N + cols[None, :]
@@ -331,12 +347,17 @@ def _wgrad(dy, x, dw, T, N, K, num_samples, BLOCK_N: tl.constexpr, BLOCK_K: tl.c
                  (ns < N)[:, None] & (ks < K)[None, :])
 
 
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def uses_tma(*tensors: Tensor) -> bool:
     """Whether TMA can take these matrices: Hopper or newer, base and rows aligned to 16 bytes."""
-    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
-    if not tensors[0].is_cuda:
-        return aligned
-    return aligned and torch.cuda.get_device_capability(tensors[0].device)[0] >= 9
+    for t in tensors:
+        if t.data_ptr() & 15 or t.stride(0) * t.element_size() & 15:
+            return False
+    return not tensors[0].is_cuda or _capability(tensors[0].device) >= 9
 
 
 @functools.cache
@@ -387,72 +408,83 @@ def _epilogue_args(epilogue: Epilogue, gate: Tensor | None, residual: Tensor | N
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
          gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile, spread: bool, tma: bool,
-         extra: tuple[Tensor, Tensor] | None = None) -> None:
+         extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
     """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y [M, N]; all rows have unit stride.
 
     y of fp32 holds the sum unrounded. A row stride of y, gate and residual is free; operands' too unless `tma`.
     """
     (m, k), n = x.shape, y.shape[1]
-    tile = _fit(tile, epilogue.gate or epilogue.residual, x.device)
     segments = scheme.num_segments(k)
-    block_k = tile.block_k
-    if segments > 1:
-        while scheme.segment_k % block_k:  # a block may not cross a segment; tensor-core steps are 16 in any block
-            block_k //= 2
-        if block_k < 16:
-            raise ValueError(f"a segment of {scheme.segment_k} is no multiple of a tensor-core step of 16")
-    steps = max(1, scheme.segment_k // block_k)
-    nt, tree = layout == "nt", scheme.order == "tree"
-    values, switches = _epilogue_args(epilogue, gate, residual, m)
-    num_tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    programs = num_sms * tile.programs_per_sm
-    launch = {"num_stages": tile.num_stages, "num_warps": tile.num_warps, "enable_fp_fusion": False}
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k, "GROUP_M": tile.group_m}
-    x_arg, w_arg = x, w
-    if tma:
-        x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.block_m, block_k])
-        w_arg = TensorDescriptor(w, list(w.shape), list(w.stride()),
-                                 [tile.block_n, block_k] if nt else [block_k, tile.block_n])
-    h_arg, b_arg = extra or (None, None)
-    rank, stride_hm, stride_br = (0, 0, 0) if extra is None else (extra[0].shape[1], extra[0].stride(0),
-                                                                  extra[1].stride(0))
-    if extra is not None and tma:
-        h_arg, b_arg = (TensorDescriptor(t, list(t.shape), list(t.stride()), like.block_shape)
-                        for t, like in zip(extra, (x_arg, w_arg), strict=True))
-    if spread:
-        partials = torch.empty((segments, m, n), dtype=torch.float32, device=x.device)
-        _gemm_segments[(min(programs, num_tiles * segments),)](
-            x_arg, w_arg, partials, h_arg, b_arg, m, n, k, rank, steps, x.stride(0), w.stride(0), stride_hm, stride_br,
-            EXTRA=extra is not None, **blocks, SEGMENTS=segments, NT=nt, TMA=tma, **launch)
-        add_partials(partials, y, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
-                     num_sms=num_sms)
-        return
-    store_by_tma = tma and uses_tma(y)
-    if (tile.split_roles and store_by_tma and (hopper := hopper_kernels(x.device))
+    if (tile.split_roles and not spread and tma and uses_tma(y) and (hopper := hopper_kernels(x.device))
             and hopper.takes(y, scheme, k, tile)):
         hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
                     num_sms=num_sms, tile=tile, extra=extra)
         return
-    grid = min(programs, num_tiles)
-    tree = tree and segments > 1
-    scratch = None
-    if tree and tile.register_levels < 3:
-        scratch = torch.empty(3 * grid * tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
-    y_arg = y
-    if tma and not store_by_tma:
-        # Reading by TMA and writing by pointers is another kernel; a copy keeps the number of kernels small.
-        y_arg = torch.empty((m, -(-n // 8) * 8), dtype=y.dtype, device=y.device)[:, :n]
-    if tma:
-        y_desc = TensorDescriptor(y_arg, list(y_arg.shape), list(y_arg.stride()),
-                                  [tile.block_m, tile.block_n // tile.epilogue_parts])
-    _gemm[(grid,)](
-        x_arg, w_arg, y_desc if tma else y_arg, bias, gate, residual, scratch, h_arg, b_arg, m, n, k, rank, steps,
-        values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
-        values["stride_residual"], stride_hm, stride_br, EXTRA=extra is not None, **blocks, SEGMENTS=segments,
-        TREE=tree, LEVELS=tile.register_levels, **switches, PARTS=tile.epilogue_parts,
-        FLATTEN=tile.flatten and extra is None, NT=nt,  # a loop of two loops cannot be flattened
-        OUT=_TL_DTYPE[y.dtype], TMA=tma, **launch)
-    if y_arg is not y:
+    given, tile = tile, _fit(tile, epilogue.gate or epilogue.residual, x.device)
+    num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    programs = num_sms * tile.programs_per_sm
+    tree = scheme.order == "tree" and segments > 1
+    pairs = [t for pair in extra for t in pair]
+    grid = min(programs, num_tiles * segments if spread else num_tiles)
+    store_by_tma = tma and uses_tma(y)
+    scratch, y_arg = None, y
+    if spread:
+        scratch = torch.empty((segments, m, n), dtype=torch.float32, device=x.device)
+    else:
+        if tree and tile.register_levels < 3:
+            scratch = torch.empty(3 * grid * tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
+        if tma and not store_by_tma:
+            # Reading by TMA and writing by pointers is another kernel; a copy keeps the number of kernels small.
+            y_arg = torch.empty((m, -(-n // 8) * 8), dtype=y.dtype, device=y.device)[:, :n]
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        block_k = tile.block_k
+        if segments > 1:
+            while scheme.segment_k % block_k:  # a block may not cross a segment; tensor-core steps are 16 in any block
+                block_k //= 2
+            if block_k < 16:
+                raise ValueError(f"a segment of {scheme.segment_k} is no multiple of a tensor-core step of 16")
+        nt = layout == "nt"
+        w_block = [tile.block_n, block_k] if nt else [block_k, tile.block_n]
+
+        def operand(t: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
+            return TensorDescriptor(t, list(t.shape), list(t.stride()), block) if tma else t
+
+        x_arg, w_arg = operand(x, [tile.block_m, block_k]), operand(w, w_block)
+        others: list = []
+        for h, b in extra:
+            others += [operand(h, [tile.block_m, block_k]), operand(b, w_block)]
+        others += [None] * (6 - len(others))
+        ranks = [h.shape[1] for h, _ in extra] + [0] * (3 - len(extra))
+        strides = [t.stride(0) for t in pairs] + [0] * (6 - len(pairs))
+        constants = {"EXTRAS": len(extra), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k,
+                     "GROUP_M": tile.group_m, "SEGMENTS": segments, "NT": nt, "TMA": tma,
+                     "num_stages": tile.num_stages, "num_warps": tile.num_warps, "enable_fp_fusion": False}
+        steps = max(1, scheme.segment_k // block_k)
+        if spread:
+            return (grid,), [x_arg, w_arg, scratch, *others, m, n, k, *ranks, steps, x.stride(0), w.stride(0),
+                             *strides], constants
+        values, switches = _epilogue_args(epilogue, gate, residual, m)
+        target = operand(y_arg, [tile.block_m, tile.block_n // tile.epilogue_parts])
+        constants |= switches | {
+            "TREE": tree, "LEVELS": tile.register_levels, "PARTS": tile.epilogue_parts, "OUT": _TL_DTYPE[y.dtype],
+            "FLATTEN": tile.flatten and not extra}  # a loop of two loops cannot be flattened
+        arguments = [x_arg, w_arg, target, bias, gate, residual, scratch, *others, m, n, k, *ranks, steps,
+                     values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
+                     values["stride_residual"], *strides]
+        return (grid,), arguments, constants
+
+    key = (signature(x, w, y_arg, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, given, spread, tma)
+    operands = (x, w, *(() if spread else (y_arg,)), *pairs)
+    pointers = (scratch,) if spread else (bias, gate, residual, scratch)
+    if not tma:  # everything is a pointer, in the kernel's order
+        pointers = (x, w, scratch, *pairs) if spread else (x, w, y_arg, bias, gate, residual, scratch, *pairs)
+        operands = ()
+    launch(_gemm_segments if spread else _gemm, key, (*pointers, *operands), make)
+    if spread:
+        add_partials(scratch, y, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,  # type: ignore[arg-type]
+                     num_sms=num_sms)
+    elif y_arg is not y:
         y.copy_(y_arg)
 
 
@@ -460,12 +492,19 @@ def add_partials(partials: Tensor, y: Tensor, *, scheme: Scheme, epilogue: Epilo
                  gate: Tensor | None, residual: Tensor | None, num_sms: int) -> None:
     """Write epilogue(sum of contiguous fp32 partials [P, M, N] in the scheme's order) to y [M, N]."""
     count, m, n = partials.shape
-    values, switches = _epilogue_args(epilogue, gate, residual, m)
-    rows, cols = (1, 512) if m < 16 else (8, 128)
-    _add_segments[(min(num_sms * 4, triton.cdiv(m, rows) * triton.cdiv(n, cols)),)](
-        partials, y, bias, gate, residual, m, n, stride_y=y.stride(0), **values, BLOCK_M=rows, BLOCK_N=cols,
-        SEGMENTS=count, TREE=scheme.order == "tree" and count > 1, **switches, OUT=_TL_DTYPE[y.dtype], num_warps=4,
-        enable_fp_fusion=False)
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        values, switches = _epilogue_args(epilogue, gate, residual, m)
+        rows, cols = (1, 512) if m < 16 else (8, 128)
+        grid = min(num_sms * 4, triton.cdiv(m, rows) * triton.cdiv(n, cols))
+        arguments = [partials, y, bias, gate, residual, m, n, values["rows_per_gate"], y.stride(0),
+                     values["stride_gate"], values["stride_residual"]]
+        constants = {"BLOCK_M": rows, "BLOCK_N": cols, "SEGMENTS": count, "TREE": scheme.order == "tree" and count > 1,
+                     **switches, "OUT": _TL_DTYPE[y.dtype], "num_warps": 4, "enable_fp_fusion": False}
+        return (grid,), arguments, constants
+
+    key = (signature(partials, y, bias, gate, residual), scheme, epilogue, num_sms)
+    launch(_add_segments, key, (partials, y, bias, gate, residual), make)
 
 
 def wgrad(dy: Tensor, x: Tensor, *, num_sms: int) -> Tensor:
