@@ -13,12 +13,14 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
 
-from flowmill_kernels import apply_kernels
+from flowmill_kernels import GradientLeaves, LeafPlan, apply_kernels, mean
 
 LORA = ["attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k", "attn.to_out.0",
         "attn.to_q", "attn.to_v"]
@@ -71,17 +73,19 @@ def timed(call, rounds: int = 1) -> float:
 
 
 def compare(candidates: dict, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each; a candidate is (enter, call): enter makes the model ready for it."""
+    """Median milliseconds of each candidate (how to make the model ready, outside of the timing; what to time)."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for name, call in candidates.items():
+    for name, (ready, call) in candidates.items():
         before = time.time()
-        for _ in range(2):
-            call(0)
-        torch.cuda.synchronize()
+        with ready():
+            for _ in range(3):
+                call(0)
+            torch.cuda.synchronize()
         say(f"{name}: ready after {time.time() - before:.1f} s")
     for index in range(rounds):
-        for name, call in candidates.items():
-            times[name].append(timed(lambda call=call, index=index: call(index + 1)))
+        for name, (ready, call) in candidates.items():
+            with ready():
+                times[name].append(timed(lambda call=call, index=index: call(index + 1), 2))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -90,8 +94,8 @@ def log_prob(x: torch.Tensor, velocity: torch.Tensor, sample: torch.Tensor) -> t
     std = NOISE * (SIGMA / (1 - SIGMA)) ** 0.5
     deviation = std * (SIGMA - SIGMA_NEXT) ** 0.5
     dt = SIGMA_NEXT - SIGMA
-    mean = x * (1 + std**2 / (2 * SIGMA) * dt) + velocity.float() * (1 + std**2 * (1 - SIGMA) / (2 * SIGMA)) * dt
-    return (-((sample - mean) ** 2) / (2 * deviation**2)).flatten(1).double().mean(1)
+    middle = x * (1 + std**2 / (2 * SIGMA) * dt) + velocity.float() * (1 + std**2 * (1 - SIGMA) / (2 * SIGMA)) * dt
+    return mean(-((sample - middle) ** 2) / (2 * deviation**2), x.dim() - 1)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -145,27 +149,21 @@ def main() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = list(model.transformer_blocks)
 
-    def ours(call):
-        def inner(index: int):
-            with apply_kernels(model, "consistent", num_sms=args.sms):
-                return call(index)
-        return inner
-
     compiled = {id(b): torch.compile(b.forward, fullgraph=True) for b in blocks}
 
-    def with_compile(call):
-        def inner(index: int):
+    @contextmanager
+    def compile_on() -> Iterator[None]:
+        for b in blocks:
+            b.forward = compiled[id(b)]
+        try:
+            yield
+        finally:
             for b in blocks:
-                b.forward = compiled[id(b)]
-            try:
-                return call(index)
-            finally:
-                for b in blocks:
-                    del b.forward
-        return inner
+                del b.forward
 
-    def candidates(call) -> dict:
-        chosen = {"eager": call, "compile": with_compile(call), "consistent": ours(call)}
+    def candidates(theirs: Callable[[int], None], ours: Callable[[int], None]) -> dict:
+        chosen = {"eager": (nullcontext, theirs), "compile": (compile_on, theirs),
+                  "consistent": (lambda: apply_kernels(model, "consistent", num_sms=args.sms), ours)}
         for name, skip in (("eager", args.skip_eager), ("compile", args.skip_compile)):
             if skip:
                 del chosen[name]
@@ -207,15 +205,24 @@ def main() -> None:
         def forward(index: int) -> None:
             with torch.no_grad():
                 model(**data[index % 3])
-        results["forward 64"] = compare(candidates(forward), args.rounds)
+        results["forward 64"] = compare(candidates(forward, forward), args.rounds)
         say("forward, batch 64, ms", results["forward 64"])
     if "train" in args.what:
         data = [inputs(32, device, seed) for seed in range(3)]
+        collector = GradientLeaves(trained, LeafPlan(32))
+
         def train(index: int) -> None:
             (model(**data[index % 3])[0].float() ** 2).mean().backward()
             for p in trained:
                 p.grad = None
-        results["train 32"] = compare(candidates(train), args.rounds)
+
+        def train_collected(index: int) -> None:
+            """Ours as it is used: every gradient summed in fixed leaves, the norm taken."""
+            with collector, collector.micro_batch(0, 32):
+                (model(**data[index % 3])[0].float() ** 2).mean().backward()
+            collector.finish()
+
+        results["train 32"] = compare(candidates(train, train_collected), args.rounds)
         say("forward + backward, batch 32, ms", results["train 32"])
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB")
     if "profile" in args.what:

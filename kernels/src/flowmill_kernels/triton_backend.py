@@ -21,7 +21,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .heuristics import Layout, Tile
-from .launch import launch, signature
+from .launch import do_not_replay, launch, signature
 from .schemes import Epilogue, Scheme
 
 # triton whose Gluon these kernels are written for; 3.9 renames and changes parts of it.
@@ -485,6 +485,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         add_partials(scratch, y, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,  # type: ignore[arg-type]
                      num_sms=num_sms)
     elif y_arg is not y:
+        do_not_replay()
         y.copy_(y_arg)
 
 

@@ -1,85 +1,164 @@
-"""The Triton back end of gradient sums: per-sample weight gradients added into fixed leaves, without a copy a sample.
+"""The Triton back end of gradient sums: per-sample weight gradients added into fixed leaves.
 
-A program owns one output tile of one leaf. It walks the leaf's samples in order; a sample's sum starts from zero and
-runs over its tokens in steps of TOKENS; then it is added to the tile. So a leaf's bits depend on its samples alone, not
-on how they were cut into micro-batches. No atomics.
+A sample's sum starts from zero and runs over its tokens in steps of TOKENS; then it is added to its leaf, samples in
+order. So a leaf's bits depend on its samples alone, not on how they were cut into micro-batches. No atomics.
+
+Two schedules give the same bits: in one pass a program owns one tile of one leaf and walks the leaf's samples; spread,
+a program owns one tile of one sample, and a second kernel adds the samples. Spread is for many samples of few leaves,
+where the first would leave most of a GPU idle; small parameters' per-sample gradients stay in the L2 cache.
 """
 
+from dataclasses import dataclass
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch, signature
+from .schemes import NUM_SEGMENTS
+
 TOKENS = 64  # tokens a step: whole tensor-core steps, part of the order
 
+_TOKENS = tl.constexpr(TOKENS)
+_LEAVES = tl.constexpr(NUM_SEGMENTS)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of a weight gradient, by the parameter's sizes alone; `wide` counts along the larger of N and K."""
+
+    wide: int
+    narrow: int
+    num_warps: int
+    num_stages: int
+
+
+def _cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b; triton's own costs the host microseconds a call."""
+    return -(-a // b)
+
+
+@cache
+def tile_for(n: int, k: int) -> Tile:
+    """The tile of a gradient [n, k]: the smaller side whole where it fits, so that the larger operand is read once."""
+    narrow = min(128, max(16, 1 << (min(n, k) - 1).bit_length()))
+    return Tile(64, narrow, 4, 6 if narrow <= 32 else 4) if narrow <= 64 else Tile(128, narrow, 8, 4)
+
+
+def spreads(n: int, k: int, tokens: int, tile: Tile, samples: int, leaves: int) -> bool:
+    """Whether to spread so many samples of so many leaves: one pass would run few programs for long."""
+    programs = _cdiv(max(n, k), tile.wide) * _cdiv(min(n, k), tile.narrow) * leaves
+    return programs < 128 and _cdiv(samples, leaves) * _cdiv(tokens, TOKENS) > 64
+
 
 @triton.jit
-def _wgrad_leaves(dy, x, leaves, first_sample, first_leaf, num_samples, batch, T, N, K, stride_leaf, stride_ys,
-                  stride_yt, stride_xs, stride_xt, LEAVES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                  BLOCK_T: tl.constexpr):
-    """leaves[l] += sum over this batch's samples s of leaf l, in order, of dy[s].T @ x[s]."""
-    leaf = first_leaf + tl.program_id(1)
-    # Samples of leaf l are ceil(l S / L) .. ceil((l + 1) S / L) - 1, as in LeafPlan.
-    start = (leaf * num_samples + LEAVES - 1) // LEAVES
-    stop = ((leaf + 1) * num_samples + LEAVES - 1) // LEAVES
-    start = tl.maximum(start, first_sample)
-    stop = tl.minimum(stop, first_sample + batch)
-    blocks_k = tl.cdiv(K, BLOCK_K)
-    ns = tl.program_id(0) // blocks_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.program_id(0) % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (ns < N)[:, None] & (ks < K)[None, :]
-    at = tl.program_id(1).to(tl.int64) * stride_leaf + ns.to(tl.int64)[:, None] * K + ks[None, :]
-    if start < stop:
-        total = tl.load(leaves + at, inside, other=0.0)
-        for sample in range(start, stop):
-            s = (sample - first_sample).to(tl.int64)
-            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-            for t in range(0, T, BLOCK_T):
-                ts = (t + tl.arange(0, BLOCK_T)).to(tl.int64)
-                a = tl.load(dy + s * stride_ys + ts[:, None] * stride_yt + ns[None, :],
-                            (ts < T)[:, None] & (ns < N)[None, :], other=0.0)
-                b = tl.load(x + s * stride_xs + ts[:, None] * stride_xt + ks[None, :],
-                            (ts < T)[:, None] & (ks < K)[None, :], other=0.0)
-                acc = tl.dot(tl.trans(a), b, acc)
-            total = total + acc
-        tl.store(leaves + at, total, inside)
+def _sample_sum(wide, narrow, s, a_at, b_at, T, A, B, stride_ws, stride_wt, stride_ns, stride_nt,
+                BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr):
+    """fp32 [BLOCK_A, BLOCK_B]: wide[s].T @ narrow[s], tokens in order."""
+    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+    for t in range(0, T, _TOKENS):
+        ts = (t + tl.arange(0, _TOKENS)).to(tl.int64)
+        a = tl.load(wide + s * stride_ws + ts[:, None] * stride_wt + a_at[None, :],
+                    (ts < T)[:, None] & (a_at < A)[None, :], other=0.0)
+        b = tl.load(narrow + s * stride_ns + ts[:, None] * stride_nt + b_at[None, :],
+                    (ts < T)[:, None] & (b_at < B)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc)
+    return acc
 
 
 @triton.jit
+def _leaf_range(leaf, first_sample, num_samples, batch):
+    """The micro-batch's samples of a leaf. Leaf l holds ceil(l S / L) .. ceil((l + 1) S / L) - 1, as in LeafPlan."""
+    start = (leaf * num_samples + _LEAVES - 1) // _LEAVES
+    stop = ((leaf + 1) * num_samples + _LEAVES - 1) // _LEAVES
+    return tl.maximum(start, first_sample), tl.minimum(stop, first_sample + batch)
+
+
+# Numbers that change from call to call are not specialized: each new one would compile the kernel again.
+
+@triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch", "T"])
+def _wgrad(wide, narrow, out, first_sample, first_leaf, num_samples, batch, T, A, B, stride_out, stride_ws, stride_wt,
+           stride_ns, stride_nt, X_WIDE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_A: tl.constexpr,
+           BLOCK_B: tl.constexpr):
+    """Spread: out[s] = wide[s].T @ narrow[s]. One pass: out[l] += those of the leaf's samples, in order.
+
+    out is [.., N, K], whichever of x (K columns) and dy (N columns) is the wide one.
+    """
+    blocks_a = tl.cdiv(A, BLOCK_A)
+    a_at = tl.program_id(0) % blocks_a * BLOCK_A + tl.arange(0, BLOCK_A)
+    b_at = tl.program_id(0) // blocks_a * BLOCK_B + tl.arange(0, BLOCK_B)
+    inside = (a_at < A)[:, None] & (b_at < B)[None, :]
+    row = tl.program_id(1)
+    to = out + row.to(tl.int64) * stride_out
+    if X_WIDE:
+        to = to + (b_at.to(tl.int64)[None, :] * A + a_at[:, None])
+    else:
+        to = to + (a_at.to(tl.int64)[:, None] * B + b_at[None, :])
+    if SPREAD:
+        acc = _sample_sum(wide, narrow, row.to(tl.int64), a_at, b_at, T, A, B, stride_ws, stride_wt, stride_ns,
+                          stride_nt, BLOCK_A, BLOCK_B)
+        tl.store(to, acc, inside)
+    else:
+        start, stop = _leaf_range(first_leaf + row, first_sample, num_samples, batch)
+        if start < stop:
+            total = tl.load(to, inside, other=0.0)
+            for sample in range(start, stop):
+                total = total + _sample_sum(wide, narrow, (sample - first_sample).to(tl.int64), a_at, b_at, T, A, B,
+                                            stride_ws, stride_wt, stride_ns, stride_nt, BLOCK_A, BLOCK_B)
+            tl.store(to, total, inside)
+
+
+@triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch"])
 def _add_leaves(per_sample, leaves, first_sample, first_leaf, num_samples, batch, count, stride_leaf,
-                LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+                BLOCK: tl.constexpr):
     """leaves[l] += sum over this batch's samples of leaf l, in order, of per_sample [batch, count]."""
-    leaf = first_leaf + tl.program_id(1)
-    start = (leaf * num_samples + LEAVES - 1) // LEAVES
-    stop = ((leaf + 1) * num_samples + LEAVES - 1) // LEAVES
-    start = tl.maximum(start, first_sample)
-    stop = tl.minimum(stop, first_sample + batch)
+    row = tl.program_id(1)
+    start, stop = _leaf_range(first_leaf + row, first_sample, num_samples, batch)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     if start < stop:
-        total = tl.load(leaves + tl.program_id(1).to(tl.int64) * stride_leaf + at, inside, other=0.0)
+        to = leaves + row.to(tl.int64) * stride_leaf + at
+        total = tl.load(to, inside, other=0.0)
         for sample in range(start, stop):
             s = (sample - first_sample).to(tl.int64)
             total = total + tl.load(per_sample + s * count + at, inside, other=0.0)
-        tl.store(leaves + tl.program_id(1).to(tl.int64) * stride_leaf + at, total, inside)
+        tl.store(to, total, inside)
 
 
 def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int, first_leaf: int, num_samples: int,
-                 num_leaves: int) -> None:
-    """Add into leaves [L, N, K]; the leaf dimension's stride is free."""
+                 num_leaves: int, *, tile: Tile | None = None, spread: bool | None = None) -> None:
+    """Add into leaves [L, N, K], whose leaf dimension's stride is free; `tile` and `spread` by hand: only speed.
+
+    dy [S, T, N] and x [S, T, K] have unit stride in their last dimension; num_leaves is NUM_SEGMENTS.
+    """
     (batch, tokens, n), k = dy.shape, x.shape[2]
-    block_n, block_k = (32, 64) if n <= 32 else (64, 32) if k <= 32 else (64, 64)
-    tiles = triton.cdiv(n, block_n) * triton.cdiv(k, block_k)
-    _wgrad_leaves[(tiles, leaves.shape[0])](
-        dy, x, leaves, first_sample, first_leaf, num_samples, batch, tokens, n, k, leaves.stride(0), dy.stride(0),
-        dy.stride(1), x.stride(0), x.stride(1), LEAVES=num_leaves, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_T=TOKENS,
-        num_warps=4, num_stages=4, enable_fp_fusion=False)
+    tile = tile or tile_for(n, k)
+    wide, narrow, a, b = (x, dy, k, n) if n <= k else (dy, x, n, k)
+    if spread is None:
+        touched = (first_sample + batch - 1) * num_leaves // num_samples - first_sample * num_leaves // num_samples + 1
+        spread = spreads(n, k, tokens, tile, batch, touched)
+    out = torch.empty((batch, n, k), dtype=torch.float32, device=dy.device) if spread else leaves
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        arguments = [wide, narrow, out, first_sample, first_leaf, num_samples, batch, tokens, a, b, out.stride(0),
+                     wide.stride(0), wide.stride(1), narrow.stride(0), narrow.stride(1)]
+        constants = {"X_WIDE": n <= k, "SPREAD": spread, "BLOCK_A": tile.wide, "BLOCK_B": tile.narrow,
+                     "num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+        return (_cdiv(a, tile.wide) * _cdiv(b, tile.narrow), out.shape[0]), arguments, constants
+
+    key = (signature(wide, narrow, out), first_sample, first_leaf, num_samples, tile, spread, n <= k)
+    launch(_wgrad, key, (wide, narrow, out), make)
+    if spread:
+        add_leaves(leaves, out, first_sample, first_leaf, num_samples, num_leaves)
 
 
 def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int, first_leaf: int, num_samples: int,
                num_leaves: int) -> None:
     """Add contiguous per_sample [S, ...] fp32 into leaves [L, ...]; the leaf dimension's stride is free."""
-    count = leaves[0].numel()
-    _add_leaves[(triton.cdiv(count, 1024), leaves.shape[0])](
-        per_sample, leaves, first_sample, first_leaf, num_samples, per_sample.shape[0], count, leaves.stride(0),
-        LEAVES=num_leaves, BLOCK=1024, num_warps=4, enable_fp_fusion=False)
-
+    count = per_sample.numel() // per_sample.shape[0]
+    launch(_add_leaves, (signature(per_sample, leaves), first_sample, first_leaf, num_samples), (per_sample, leaves),
+           lambda: ((_cdiv(count, 1024), leaves.shape[0]),
+                    [per_sample, leaves, first_sample, first_leaf, num_samples, per_sample.shape[0], count,
+                     leaves.stride(0)], {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}))
