@@ -7,6 +7,7 @@ weight gradient; `gemm_nt_partial` and `gemm_nn_partial` are one rank's share fo
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,13 +163,6 @@ class _Plan:
     dtype: torch.dtype
 
 
-_PLANS: dict[tuple, _Plan] = {}
-
-
-def _signature(tensors: tuple[Tensor | None, ...]) -> tuple:
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-
-
 def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
           gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None, backend: Backend,
           schedule: Schedule | None, partial_of: int | None, extra: tuple[Pair, ...]) -> _Plan:
@@ -203,48 +197,65 @@ def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
           backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
           extra: Pair | Sequence[Pair] | None = None) -> Tensor:
     """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _gemm(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
-                         num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of,
-                         extra=extra)
     pairs: tuple[Pair, ...] = ()
     if extra is not None:
         pairs = (extra,) if isinstance(extra[0], Tensor) else tuple(extra)  # type: ignore[assignment]
-    # Checks cost the host more than a launch, so a call whose shapes have been seen skips them.
-    key = (name, layout, activation, mode, num_sms, backend, schedule, partial_of,
-           _signature((x, w, bias, gate, residual, out, *(t for pair in pairs for t in pair))))
-    plan = _PLANS.get(key)
-    if plan is None:
+
+    def run() -> Tensor | None:
         plan = _plan(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
                      num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of, extra=pairs)
-        if len(_PLANS) < 20000:
-            _PLANS[key] = plan
-    n, k, schedule = plan.n, plan.k, plan.schedule
-    y = torch.empty((*x.shape[:-1], n), dtype=plan.dtype, device=x.device) if out is None else out
-    if plan.m == 0:
-        return y
-    x2, y2 = _rows(x, k), y.view(-1, n)
-    residual2 = None if residual is None else residual.reshape(-1, n)
+        y = torch.empty((*x.shape[:-1], plan.n), dtype=plan.dtype, device=x.device) if out is None else out
+        if plan.m:
+            _compute(name, plan, x, w, layout, y.view(-1, plan.n), bias, gate, residual, num_sms, pairs)
+        return y if out is None else None
+
+    with _no_grad():
+        if x.is_cuda:
+            from .launch import replay
+
+            # Checks cost the host more than a launch does, so a call whose shapes have been seen skips all of this.
+            key = (name, layout, activation, mode, num_sms, backend, schedule, partial_of)
+            y = replay(key, (x, w, bias, gate, residual, out, *(t for pair in pairs for t in pair)), run)
+        else:
+            y = run()
+    return y if out is None else out
+
+
+def _no_grad() -> AbstractContextManager:
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _compute(name: str, plan: _Plan, x: Tensor, w: Tensor, layout: Layout, y: Tensor, bias: Tensor | None,
+             gate: Tensor | None, residual: Tensor | None, num_sms: int, pairs: tuple[Pair, ...]) -> None:
+    """Write the result of a checked call to y [M, N]."""
+    schedule = plan.schedule
+    x2 = _rows(x, plan.k)
+    residual2 = None if residual is None else residual.reshape(-1, plan.n)
     if plan.backend == "cpu":
         more = tuple((h.reshape(plan.m, -1), b) for h, b in pairs)
-        cpu_backend.gemm(x2, w, y2, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
+        cpu_backend.gemm(x2, w, y, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
                          residual=residual2, extra=more)
-        return y
+        return
     from . import triton_backend
+    from .launch import do_not_replay
 
     # Kernels index their last dimension with stride 1.
-    bias, gate, residual2 = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (bias, gate, residual2))
+    bias2, gate2, residual2 = (t if t is None or t.stride(-1) == 1 else t.contiguous()
+                               for t in (bias, gate, residual2))
     w2 = _rows(w, w.shape[1])
     more = tuple((_rows(h, h.shape[-1]), _rows(b, b.shape[1])) for h, b in pairs)
-    tma = schedule.loads != "pointer" and triton_backend.uses_tma(x2, w2, *(t for pair in more for t in pair))
+    inside = [t for pair in more for t in pair]
+    for used, given in zip((x2, w2, bias2, gate2, residual2, *inside),
+                           (x, w, bias, gate, residual, *(t for pair in pairs for t in pair)), strict=True):
+        if used is not None and used.data_ptr() != given.data_ptr():  # type: ignore[union-attr]
+            do_not_replay()  # a copy was made
+    tma = schedule.loads != "pointer" and triton_backend.uses_tma(x2, w2, *inside)
     if schedule.loads == "tma" and not tma:
-        raise ValueError(f"{name}: loads='tma' needs a Hopper or newer GPU and rows of whole 16 bytes, got K={k} and "
-                         f"N={n}")
-    triton_backend.gemm(x2, w2, y2, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
-                        residual=residual2, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread, tma=tma,
-                        extra=more)
-    return y
+        raise ValueError(f"{name}: loads='tma' needs a Hopper or newer GPU and rows of whole 16 bytes, got K={plan.k} "
+                         f"and N={plan.n}")
+    triton_backend.gemm(x2, w2, y, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias2,
+                        gate=gate2, residual=residual2, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread,
+                        tma=tma, extra=more)
 
 
 def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, activation: Activation = "none",
