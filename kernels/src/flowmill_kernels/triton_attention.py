@@ -350,7 +350,7 @@ def _descriptors(tensors: tuple[Tensor, ...], rows: int, tma: bool) -> list[Tens
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)}
 # Keys: (queries a block, keys a program, ...); queries: (queries a program, keys a block, ...).
 BACKWARD_KEYS = {64: (64, 64, 4, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
-BACKWARD_QUERIES = {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
+BACKWARD_QUERIES = {64: (64, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
 
 
 def _sizes(table: dict, padded: int) -> tuple[int, int, int, int]:
