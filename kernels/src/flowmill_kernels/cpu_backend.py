@@ -222,16 +222,22 @@ def mean(x: Tensor) -> Tensor:
     return halving_sum(x.float(), -1)[:, 0] / x.shape[1]
 
 
-def log_softmax(x: Tensor) -> Tensor:
+def log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(result, fp32 log-sum-exp of each row) of x [N, V]."""
     v = x.float().contiguous()
-    shifted = v - v.amax(1, keepdim=True)
-    total = halving_sum(torch.exp(shifted), -1).contiguous()
-    return (v - (v.amax(1, keepdim=True) + torch.log(total))).to(x.dtype)
+    top = v.amax(1, keepdim=True) if len(v) else v[:, :1]
+    lse = top + torch.log(halving_sum(torch.exp((v - top).contiguous()), -1).contiguous())
+    return (v - lse).to(x.dtype), lse[:, 0]
 
 
-def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
-    g = dy.float()
-    return (g - torch.exp(y.float().contiguous()) * halving_sum(g, -1)).to(y.dtype)
+def log_softmax_backward(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    g, v = dy.float(), x.float()
+    return (g - torch.exp((v - lse[:, None]).contiguous()) * halving_sum(g, -1)).to(x.dtype)
+
+
+def writable(out: Tensor, over_all: bool) -> bool:
+    """Whether `rms_rope` can write into a view: any, it copies."""
+    return True
 
 
 def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int, first_leaf: int, num_samples: int,

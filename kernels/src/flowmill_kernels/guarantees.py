@@ -35,7 +35,7 @@ GUARANTEES: dict[str, Guarantees] = {
     "gemm_nt_tp": Guarantees(True, True, True, True, (1, 2, 4, 8), _GEMM_BOUND),
     # A sample's own gradient; its samples do not mix.
     "wgrad": Guarantees(True, True, True, True, (1,), "3e-5: fp32 sum over a sample's tokens, no rounding after it"),
-    "elementwise": Guarantees(True, True, True, True, (1,), "2**-8 (bf16) from the one rounding, plus fp32 row sums"),
+    "elementwise": Guarantees(True, True, True, True, (1,), "2**-8 (bf16), 2**-11 (fp16) of one rounding; fp32: 2e-6"),
     "attention": Guarantees(True, True, True, True, (1,), "2**-7 (bf16): weights and result are rounded once each"),
     "attention_backward": Guarantees(True, True, True, True, (1,), "3 * 2**-7 (bf16): weights, their gradient, result"),
     "leaf_sum": Guarantees(True, True, False, True, (1, 2, 4, 8), "1e-5: fp32 sum over the samples of a batch"),

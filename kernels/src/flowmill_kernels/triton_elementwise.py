@@ -1,52 +1,83 @@
 """The Triton back end of the row and elementwise operators: norms, modulation, rotary embedding, activations, gates.
 
-In: checked tensors. Out: new tensors. Everything is fp32 between one load and one rounding. A row's sum is one
-`tl.sum` over a block whose size follows from the row's length alone; sums over tokens walk blocks of fixed size in
-order, so their bits follow from the number of tokens. No atomics, no fused multiply-add (as in triton_backend.py).
+In: checked tensors, unit stride in their last dimension. Out: new tensors. Everything is fp32 between one load and one
+rounding. A row's sum is one `tl.sum` over a block whose size and threads follow from the row's length alone; sums over
+tokens walk blocks of fixed size in order, so their bits follow from the number of tokens.
+
+Triton compiles a kernel anew for pointers and strides that are multiples of 16, and then spreads a row over threads in
+another way: a sum in another order. So a row's length decides alone which of the two a kernel gets: lengths that are
+multiples of 16 take the aligned one, and tensors that are not aligned are copied; other lengths take the one that
+assumes nothing (`_both`). No atomics, no fused multiply-add (as in triton_backend.py).
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # rows of one step of a sum over tokens: part of its order
+from .launch import do_not_replay, launch, signature
+
+TOKEN_CHUNK = 1024  # tokens of one partial sum over tokens: part of its order
 CHUNK = 4096  # elements of one step of a sum over a long row: part of its order
+MEAN_CHUNK = 16384  # elements of one partial sum of a mean: part of its order
+WHOLE_ROW = 16384  # the longest row of log_softmax that is held at once
 
 OPS = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "swiglu": 3}
 
 
+def _both(kernel: Any) -> tuple[Any, Any]:
+    """(the kernel for lengths that are multiples of 16, the one for all others)."""
+    if not isinstance(kernel, triton.JITFunction):  # the interpreter specializes nothing
+        return kernel, kernel
+    runtime = [p.name for p in kernel.params if not p.is_constexpr]
+    return kernel, triton.jit(kernel.fn, do_not_specialize=runtime, do_not_specialize_on_alignment=runtime)
+
+
 @triton.jit
-def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, eps, stride_xb, stride_xt, stride_s,
-                   stride_s2, ROWS: tl.constexpr, BLOCK: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr,
-                   MODULATE: tl.constexpr, TWO: tl.constexpr):
-    """LayerNorm of ROWS rows of one sample, then one or two modulations."""
-    sample = tl.program_id(1).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+def _place(blocks):
+    """(sample, block of rows) of this program; one grid axis, since the others end at 65535."""
+    sample = tl.program_id(0) // blocks
+    return sample.to(tl.int64), tl.program_id(0) - sample * blocks
+
+
+@triton.jit
+def _columns(p, at, cols, inside):
+    return tl.load(p + at + cols, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, eps, blocks, stride_xb, stride_xt,
+                   stride_scale, stride_shift, stride_scale2, stride_shift2, ROWS: tl.constexpr, STEPS: tl.constexpr,
+                   BLOCK: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, MODULATE: tl.constexpr,
+                   TWO: tl.constexpr, STAGES: tl.constexpr):
+    """LayerNorm of STEPS times ROWS rows of one sample, then one or two modulations."""
+    sample, block = _place(blocks)
+    cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < C
     if AFFINE:
-        w = tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+        w = _columns(weight, 0, cols, inside)
     if BIAS:
-        b = tl.load(bias + cols, inside, other=0.0).to(tl.float32)
+        b = _columns(bias, 0, cols, inside)
     if MODULATE:
-        one = 1.0 + tl.load(scale + sample * stride_s + cols, inside, other=0.0).to(tl.float32)
-        move = tl.load(shift + sample * stride_s + cols, inside, other=0.0).to(tl.float32)
+        one = 1.0 + _columns(scale, sample * stride_scale, cols, inside)
+        move = _columns(shift, sample * stride_shift, cols, inside)
     if TWO:
-        one2 = 1.0 + tl.load(scale2 + sample * stride_s2 + cols, inside, other=0.0).to(tl.float32)
-        move2 = tl.load(shift2 + sample * stride_s2 + cols, inside, other=0.0).to(tl.float32)
-    first = tl.program_id(0) * ROWS
-    for i in tl.static_range(ROWS):
-        row = first + i
-        mask = inside & (row < T)
-        v = tl.load(x + sample * stride_xb + row.to(tl.int64) * stride_xt + cols, mask, other=0.0).to(tl.float32)
-        v = v - tl.sum(v, 0) / C
+        one2 = 1.0 + _columns(scale2, sample * stride_scale2, cols, inside)
+        move2 = _columns(shift2, sample * stride_shift2, cols, inside)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        rows = ((block * STEPS + step) * ROWS + tl.arange(0, ROWS))[:, None]
+        mask = inside & (rows < T)
+        v = tl.load(x + sample * stride_xb + rows.to(tl.int64) * stride_xt + cols, mask, other=0.0).to(tl.float32)
+        v = v - (tl.sum(v, 1) / C)[:, None]
         v = tl.where(inside, v, 0.0)
-        v = v * tl.rsqrt(tl.sum(v * v, 0) / C + eps)
+        v = v * tl.rsqrt(tl.sum(v * v, 1) / C + eps)[:, None]
         if AFFINE:
             v = v * w
         if BIAS:
             v = v + b
-        at = (sample * T + row) * C + cols
+        at = (sample * T + rows) * C + cols
         if MODULATE:
             tl.store(y + at, (v * one + move).to(y.dtype.element_ty), mask)
         else:
@@ -55,163 +86,165 @@ def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, e
             tl.store(y2 + at, (v * one2 + move2).to(y.dtype.element_ty), mask)
 
 
-@triton.jit
-def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scale2, T, C, eps, stride_xb, stride_xt,
-                            stride_s, stride_s2, ROWS: tl.constexpr, BLOCK: tl.constexpr, AFFINE: tl.constexpr,
-                            MODULATE: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, ADD: tl.constexpr,
-                            STATS: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scale2, T, C, eps, blocks, stride_xb,
+                            stride_xt, stride_scale, stride_scale2, ROWS: tl.constexpr, STEPS: tl.constexpr,
+                            BLOCK: tl.constexpr, AFFINE: tl.constexpr, MODULATE: tl.constexpr, ONE: tl.constexpr,
+                            TWO: tl.constexpr, ADD: tl.constexpr, STATS: tl.constexpr, STAGES: tl.constexpr):
     """dx of `_norm_modulate`; `add` is the gradient that reaches x by another way."""
-    sample = tl.program_id(1).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    sample, block = _place(blocks)
+    cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < C
     if AFFINE:
-        w = tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+        w = _columns(weight, 0, cols, inside)
     if MODULATE and ONE:
-        one = 1.0 + tl.load(scale + sample * stride_s + cols, inside, other=0.0).to(tl.float32)
+        one = 1.0 + _columns(scale, sample * stride_scale, cols, inside)
     if TWO:
-        one2 = 1.0 + tl.load(scale2 + sample * stride_s2 + cols, inside, other=0.0).to(tl.float32)
-    first = tl.program_id(0) * ROWS
-    for i in tl.static_range(ROWS):
-        row = first + i
-        mask = inside & (row < T)
-        v = tl.load(x + sample * stride_xb + row.to(tl.int64) * stride_xt + cols, mask, other=0.0).to(tl.float32)
-        middle = tl.sum(v, 0) / C
-        v = tl.where(inside, v - middle, 0.0)
-        r = tl.rsqrt(tl.sum(v * v, 0) / C + eps)
-        v = v * r
-        at = (sample * T + row) * C + cols
-        g = tl.zeros((BLOCK,), tl.float32)
+        one2 = 1.0 + _columns(scale2, sample * stride_scale2, cols, inside)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        lines = (block * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        rows = lines[:, None]
+        mask = inside & (rows < T)
+        at = (sample * T + rows) * C + cols
+        v = tl.load(x + sample * stride_xb + rows.to(tl.int64) * stride_xt + cols, mask, other=0.0).to(tl.float32)
         if ONE:
             g = tl.load(dy + at, mask, other=0.0).to(tl.float32)
             if MODULATE:
                 g = g * one
-        if TWO:
-            g = g + tl.load(dy2 + at, mask, other=0.0).to(tl.float32) * one2
+            if TWO:
+                g = g + tl.load(dy2 + at, mask, other=0.0).to(tl.float32) * one2
+        else:
+            g = tl.load(dy2 + at, mask, other=0.0).to(tl.float32) * one2
         if AFFINE:
             g = g * w
-        d = r * ((g - tl.sum(g, 0) / C) - v * (tl.sum(g * v, 0) / C))
+        middle = tl.sum(v, 1) / C
+        v = tl.where(inside, v - middle[:, None], 0.0)
+        r = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
+        v = v * r[:, None]
+        d = r[:, None] * ((g - (tl.sum(g, 1) / C)[:, None]) - v * (tl.sum(g * v, 1) / C)[:, None])
         if ADD:
             d = d + tl.load(add + at, mask, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask)
         if STATS:
-            tl.store(mean + sample * T + row, middle, row < T)
-            tl.store(rstd + sample * T + row, r, row < T)
+            tl.store(mean + sample * T + lines, middle, lines < T)
+            tl.store(rstd + sample * T + lines, r, lines < T)
 
 
-@triton.jit
-def _column_sums(dy, x, mean, rstd, out, T, C, stride_yb, stride_yt, stride_xb, stride_xt, ROWS: tl.constexpr,
-                 BLOCK: tl.constexpr, TIMES: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr):
-    """out[b, c] = sum over t of dy (times x, minus the row's mean, times its rstd), ROWS rows a step, in order."""
-    sample = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, T, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < T)[:, None] & (cols < C)[None, :]
-        at = rows.to(tl.int64)[:, None]
-        g = tl.load(dy + sample * stride_yb + at * stride_yt + cols[None, :], mask, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["T", "blocks", "chunks"])
+def _column_sums(dy, x, mean, rstd, out, T, C, blocks, chunks, stride_yb, stride_yt, stride_xb, stride_xt,
+                 ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKEN_CHUNK: tl.constexpr, TIMES: tl.constexpr,
+                 CENTRED: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr):
+    """out[b, chunk, c] = sum over the chunk's tokens of dy (times x, minus the row's mean, times its rstd)."""
+    part, block = _place(blocks)
+    sample = part // chunks
+    first = (part - sample * chunks).to(tl.int32) * TOKEN_CHUNK
+    cols = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(first, min(first + TOKEN_CHUNK, T), ROWS, num_stages=STAGES):
+        lines = start + tl.arange(0, ROWS)
+        mask = (lines < T)[:, None] & (cols < C)
+        at = lines.to(tl.int64)[:, None]
+        g = tl.load(dy + sample * stride_yb + at * stride_yt + cols, mask, other=0.0).to(tl.float32)
         if TIMES:
-            v = tl.load(x + sample * stride_xb + at * stride_xt + cols[None, :], mask, other=0.0).to(tl.float32)
+            v = tl.load(x + sample * stride_xb + at * stride_xt + cols, mask, other=0.0).to(tl.float32)
             if CENTRED:
-                v = v - tl.load(mean + sample * T + rows, rows < T, other=0.0)[:, None]
+                v = v - tl.load(mean + sample * T + lines, lines < T, other=0.0)[:, None]
             if SCALED:
-                v = v * tl.load(rstd + sample * T + rows, rows < T, other=0.0)[:, None]
+                v = v * tl.load(rstd + sample * T + lines, lines < T, other=0.0)[:, None]
             g = g * v
-        total = total + tl.sum(g, 0)
-    tl.store(out + sample * C + cols, total, cols < C)
+        total = total + g
+    ends = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + part * C + ends, tl.sum(total, 0), ends < C)
 
 
 @triton.jit
-def _rotate(v, cos, sin, at, dims, H: tl.constexpr, D: tl.constexpr, HALF_LAYOUT: tl.constexpr, INVERSE: tl.constexpr):
-    """Rotate pairs of the last dimension of v [H, D] by the row's angles."""
-    pairs = tl.arange(0, D // 2)
-    c = tl.load(cos + at + pairs, pairs < dims // 2, other=1.0)[None, :]
-    s = tl.load(sin + at + pairs, pairs < dims // 2, other=0.0)[None, :]
-    if INVERSE:
-        s = -s
+def _rotate(v, c, s, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, HALF_LAYOUT: tl.constexpr):
+    """Rotate the pairs of each ROPE channels of v [ROWS, BLOCK] by angles of cosine c and sine s [ROWS, BLOCK / 2]."""
     if HALF_LAYOUT:
-        a, b = tl.split(tl.permute(tl.reshape(v, (H, 2, D // 2)), (0, 2, 1)))
+        a, b = tl.split(tl.permute(tl.reshape(v, (ROWS, BLOCK // ROPE, 2, ROPE // 2)), (0, 1, 3, 2)))
+        a, b = tl.reshape(a, (ROWS, BLOCK // 2)), tl.reshape(b, (ROWS, BLOCK // 2))
     else:
-        a, b = tl.split(tl.reshape(v, (H, D // 2, 2)))
+        a, b = tl.split(tl.reshape(v, (ROWS, BLOCK // 2, 2)))
     u = a * c - b * s
     w = a * s + b * c
     if HALF_LAYOUT:
-        return tl.reshape(tl.permute(tl.join(u, w), (0, 2, 1)), (H, D))
-    return tl.reshape(tl.join(u, w), (H, D))
+        u, w = tl.reshape(u, (ROWS, BLOCK // ROPE, ROPE // 2)), tl.reshape(w, (ROWS, BLOCK // ROPE, ROPE // 2))
+        return tl.reshape(tl.permute(tl.join(u, w), (0, 1, 3, 2)), (ROWS, BLOCK))
+    return tl.reshape(tl.join(u, w), (ROWS, BLOCK))
 
 
 @triton.jit
-def _rms_rope_row(x, y, dy, weight, cos, sin, rstd, rope_at, source, target, stat, heads, dims, row_ok, eps, stride_h,
-                  stride_yh, H: tl.constexpr, D: tl.constexpr, WEIGHT: tl.constexpr, NORM: tl.constexpr,
-                  ALL: tl.constexpr, ROPE: tl.constexpr, HALF_LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
-                  STATS: tl.constexpr):
-    """One token: H heads of D (padded) channels. Forward writes y; backward writes dx to y."""
-    hs = tl.arange(0, H)[:, None]
-    ds = tl.arange(0, D)[None, :]
-    mask = (hs < heads) & (ds < dims) & row_ok
-    v = tl.load(x + source + hs * stride_h + ds, mask, other=0.0).to(tl.float32)
-    if NORM:
-        square = v * v
-        if ALL:
-            r = tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / (heads * dims) + eps)
-        else:
-            r = tl.rsqrt(tl.sum(square, 1) / dims + eps)[:, None]
-        if WEIGHT:
-            if ALL:
-                w = tl.load(weight + hs * dims + ds, (hs < heads) & (ds < dims), other=0.0).to(tl.float32)
-            else:
-                w = tl.load(weight + ds, ds < dims, other=0.0).to(tl.float32)
+def _rms_rope_rows(x, y, dy, weight, cos, sin, rstd, sample, first, count, heads, dims, eps, stride_xb, stride_xt,
+                   stride_xh, stride_yb, stride_yt, stride_yh, rope_tokens, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                   WEIGHT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, HALF_LAYOUT: tl.constexpr,
+                   BACKWARD: tl.constexpr, STATS: tl.constexpr):
+    """ROWS (token, head) rows of one tensor. Forward writes y; backward reads dy [B, T, H, D] and writes dx to y."""
+    lines = first + tl.arange(0, ROWS)
+    ok = lines < count
+    token = lines // heads
+    head = (lines - token * heads).to(tl.int64)
+    token = token.to(tl.int64)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = ok[:, None] & (cols < dims)
+    v = tl.load(x + sample * stride_xb + (token * stride_xt + head * stride_xh)[:, None] + cols, mask, other=0.0)
+    v = v.to(tl.float32)
+    c, s, g, w = 0.0, 0.0, 0.0, 0.0  # where the constants below leave them out
+    if ROPE:
+        # Before the sums: behind them the memory would be waited for twice, one after the other.
+        pairs = tl.arange(0, BLOCK // 2)
+        where = ((sample * rope_tokens + token) * (ROPE // 2))[:, None] + (pairs % (ROPE // 2))[None, :]
+        inside = ok[:, None] & (pairs < dims // 2)[None, :]
+        c = tl.load(cos + where, inside, other=1.0)
+        s = tl.load(sin + where, inside, other=0.0)
+    if WEIGHT:
+        w = _columns(weight, 0, cols, cols < dims)
     if BACKWARD:
-        g = tl.load(dy + target + hs * stride_yh + ds, mask, other=0.0).to(tl.float32)
+        at = (sample * count + lines.to(tl.int64)) * dims
+        g = tl.load(dy + at[:, None] + cols, mask, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt(tl.sum(v * v, 1) / dims + eps)
+        v = v * r[:, None]
+    if BACKWARD:
         if ROPE:
-            g = _rotate(g, cos, sin, rope_at, dims, H, D, HALF_LAYOUT, True)
+            g = _rotate(g, c, -s, ROWS, BLOCK, ROPE, HALF_LAYOUT)
+        if WEIGHT:
+            g = g * w
         if NORM:
-            if WEIGHT:
-                g = g * w
-            v = v * r
-            if ALL:
-                g = r * (g - v * (tl.sum(tl.sum(g * v, 1), 0) / (heads * dims)))
-            else:
-                g = r * (g - v * (tl.sum(g * v, 1) / dims)[:, None])
+            g = r[:, None] * (g - v * (tl.sum(g * v, 1) / dims)[:, None])
             if STATS:
-                if ALL:
-                    tl.store(rstd + stat, r, row_ok)
-                else:
-                    # one value a head: the column 0 of a [H, 1] block
-                    tl.store(rstd + stat * heads + tl.arange(0, H)[:, None], r, (hs < heads) & row_ok)
+                tl.store(rstd + sample * count + lines, r, ok)
         v = g
     else:
-        if NORM:
-            v = v * r
-            if WEIGHT:
-                v = v * w
+        if WEIGHT:
+            v = v * w
         if ROPE:
-            v = _rotate(v, cos, sin, rope_at, dims, H, D, HALF_LAYOUT, False)
-    tl.store(y + target + hs * stride_yh + ds, v.to(y.dtype.element_ty), mask)
+            v = _rotate(v, c, s, ROWS, BLOCK, ROPE, HALF_LAYOUT)
+    target = sample * stride_yb + (token * stride_yt + head * stride_yh)[:, None]
+    tl.store(y + target + cols, v.to(y.dtype.element_ty), mask)  # type: ignore[union-attr]
 
 
-@triton.jit
-def _rms_rope(x, x2, y, y2, dy, dy2, weight, weight2, cos, sin, rstd, rstd2, T, heads, dims, eps,
+@triton.jit(do_not_specialize=["count", "blocks", "heads", "rope_tokens"])
+def _rms_rope(x, x2, y, y2, dy, dy2, weight, weight2, cos, sin, rstd, rstd2, count, heads, dims, eps, blocks,
               stride_xb, stride_xt, stride_xh, stride_x2b, stride_x2t, stride_x2h, stride_yb, stride_yt, stride_yh,
-              stride_rope, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TWO: tl.constexpr,
-              WEIGHT: tl.constexpr, NORM: tl.constexpr, ALL: tl.constexpr, ROPE: tl.constexpr,
-              HALF_LAYOUT: tl.constexpr, BACKWARD: tl.constexpr, STATS: tl.constexpr):
-    """RMS norm (per head or over all heads) and rotary embedding of ROWS tokens, for one tensor or two (q and k)."""
-    sample = tl.program_id(1).to(tl.int64)
-    for i in tl.static_range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        ok = row < T
-        t = tl.minimum(row, T - 1).to(tl.int64)
-        rope_at = sample * stride_rope + t * (dims // 2)
-        target = sample * stride_yb + t * stride_yt
-        stat = sample * T + t
-        _rms_rope_row(x, y, dy, weight, cos, sin, rstd, rope_at, sample * stride_xb + t * stride_xt, target, stat,
-                      heads, dims, ok, eps, stride_xh, stride_yh, H, D, WEIGHT, NORM, ALL, ROPE, HALF_LAYOUT,
-                      BACKWARD, STATS)
-        if TWO:
-            _rms_rope_row(x2, y2, dy2, weight2, cos, sin, rstd2, rope_at, sample * stride_x2b + t * stride_x2t, target,
-                          stat, heads, dims, ok, eps, stride_x2h, stride_yh, H, D, WEIGHT, NORM, ALL, ROPE,
-                          HALF_LAYOUT, BACKWARD, STATS)
+              rope_tokens, ROWS: tl.constexpr, BLOCK: tl.constexpr, TWO: tl.constexpr, WEIGHT: tl.constexpr,
+              NORM: tl.constexpr, ROPE: tl.constexpr, HALF_LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
+              STATS: tl.constexpr):
+    """RMS norm and rotary embedding of one tensor, or of two (q and k) whose programs take turns."""
+    sample, block = _place(blocks)
+    if TWO:
+        first = block // 2 * ROWS
+        if block % 2 == 0:
+            _rms_rope_rows(x, y, dy, weight, cos, sin, rstd, sample, first, count, heads, dims, eps, stride_xb,
+                           stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, rope_tokens, ROWS, BLOCK, WEIGHT,
+                           NORM, ROPE, HALF_LAYOUT, BACKWARD, STATS)
+        else:
+            _rms_rope_rows(x2, y2, dy2, weight2, cos, sin, rstd2, sample, first, count, heads, dims, eps, stride_x2b,
+                           stride_x2t, stride_x2h, stride_yb, stride_yt, stride_yh, rope_tokens, ROWS, BLOCK, WEIGHT,
+                           NORM, ROPE, HALF_LAYOUT, BACKWARD, STATS)
+    else:
+        _rms_rope_rows(x, y, dy, weight, cos, sin, rstd, sample, block * ROWS, count, heads, dims, eps, stride_xb,
+                       stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, rope_tokens, ROWS, BLOCK, WEIGHT, NORM,
+                       ROPE, HALF_LAYOUT, BACKWARD, STATS)
 
 
 @triton.jit
@@ -221,106 +254,250 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _pointwise(x, other, y, dy, dx, d_other, count, OP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """One activation, or its derivative times dy."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    v = tl.load(x + at, mask, other=0.0).to(tl.float32)
-    if BACKWARD:
-        g = tl.load(dy + at, mask, other=0.0).to(tl.float32)
+def _normal_cdf(v):
+    """(cdf(v), exp(-v^2 / 2)) of the normal distribution, within 1e-7.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. Its exponential is the density's, and it takes a
+    third fewer instructions than tl.erf, which would be slower than the memory. The multiply-adds are written out, so
+    that they are no compiler's choice.
+    """
+    bell = tl.exp(-0.5 * (v * v))
+    t = 1.0 / (1.0 + 0.23164189 * tl.abs(v))  # 0.3275911 / sqrt(2)
+    p = tl.fma(t, 0.53070271, -0.72657601)  # half of 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592
+    p = tl.fma(t, p, 0.71070687)
+    p = tl.fma(t, p, -0.14224837)
+    p = tl.fma(t, p, 0.1274148)
+    tail = p * t * bell
+    return tl.where(v < 0, tail, 1.0 - tail), bell
+
+
+@triton.jit
+def _activation(v, up, OP: tl.constexpr):
+    """An activation of v; `up` is SwiGLU's second factor."""
     if OP == 0:
         # tanh(u) = 1 - 2 / (exp(2u) + 1), as in the GEMM's epilogue
         u = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
-        e = 1.0 / (tl.exp(2.0 * u) + 1.0)
-        if BACKWARD:
-            slope = 0.7978845608028654 * (1.0 + 0.134145 * (v * v))
-            tl.store(dx + at, (g * ((1.0 - e) + 2.0 * v * (e * (1.0 - e)) * slope)).to(dx.dtype.element_ty), mask)
-        else:
-            tl.store(y + at, (0.5 * v * (2.0 - 2.0 * e)).to(y.dtype.element_ty), mask)
+        y = 0.5 * v * (2.0 - 2.0 / (tl.exp(2.0 * u) + 1.0))
     elif OP == 1:
-        cdf = 0.5 * (1.0 + tl.erf(v * 0.7071067811865476))
-        if BACKWARD:
-            pdf = 0.3989422804014327 * tl.exp(-0.5 * (v * v))
-            tl.store(dx + at, (g * (cdf + v * pdf)).to(dx.dtype.element_ty), mask)
-        else:
-            tl.store(y + at, (v * cdf).to(y.dtype.element_ty), mask)
+        cdf, _ = _normal_cdf(v)
+        y = v * cdf
+    else:
+        y = v * _sigmoid(v)
+        if OP == 3:
+            y = y * up
+    return y
+
+
+@triton.jit
+def _slope(v, OP: tl.constexpr):
+    """The activation's derivative at v."""
+    if OP == 0:
+        u = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
+        e = 1.0 / (tl.exp(2.0 * u) + 1.0)
+        du = 0.7978845608028654 * (1.0 + 0.134145 * (v * v))
+        d = (1.0 - e) + 2.0 * v * (e * (1.0 - e)) * du
+    elif OP == 1:
+        cdf, bell = _normal_cdf(v)
+        d = cdf + v * (0.3989422804014327 * bell)
     else:
         s = _sigmoid(v)
-        if OP == 2:
-            if BACKWARD:
-                tl.store(dx + at, (g * (s * (1.0 + v * (1.0 - s)))).to(dx.dtype.element_ty), mask)
-            else:
-                tl.store(y + at, (v * s).to(y.dtype.element_ty), mask)
-        else:
-            up = tl.load(other + at, mask, other=0.0).to(tl.float32)
-            if BACKWARD:
-                tl.store(dx + at, (g * up * (s * (1.0 + v * (1.0 - s)))).to(dx.dtype.element_ty), mask)
-                tl.store(d_other + at, (g * (v * s)).to(dx.dtype.element_ty), mask)
-            else:
-                tl.store(y + at, (v * s * up).to(y.dtype.element_ty), mask)
+        d = s * (1.0 + v * (1.0 - s))
+    return d
 
 
-@triton.jit
-def _gate(x, gate, residual, y, T, C, stride_g, ROWS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+@triton.jit(do_not_specialize=["blocks"])
+def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, stride_dy, OP: tl.constexpr,
+               BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    """One activation, or its derivative times dy, of rows of C elements; outputs are contiguous."""
+    row, block = _place(blocks)
+    cols = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < C
+    v = tl.load(x + row * stride_x + cols, mask, other=0.0).to(tl.float32)
+    up = 0.0
+    if OP == 3:
+        up = tl.load(other + row * stride_other + cols, mask, other=0.0).to(tl.float32)
+    at = row * C + cols
+    if BACKWARD:
+        g = tl.load(dy + row * stride_dy + cols, mask, other=0.0).to(tl.float32)
+        if OP == 3:
+            tl.store(d_other + at, (g * (v * _sigmoid(v))).to(dx.dtype.element_ty), mask)
+            g = g * up
+        tl.store(dx + at, (g * _slope(v, OP)).to(dx.dtype.element_ty), mask)
+    else:
+        tl.store(y + at, _activation(v, up, OP).to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "col_blocks"])
+def _gate(x, gate, residual, y, T, C, blocks, col_blocks, stride_g, stride_xb, stride_xt, stride_rb, stride_rt,
+          ROWS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     """(residual +) gate[b] * x over [B, T, C]."""
-    sample = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = (rows < T)[:, None] & (cols < C)[None, :]
-    at = (sample * T + rows)[:, None] * C + cols[None, :]
-    v = tl.load(x + at, mask, other=0.0).to(tl.float32)
-    v = v * tl.load(gate + sample * stride_g + cols, cols < C, other=0.0).to(tl.float32)[None, :]
+    sample, block = _place(blocks)
+    row_block = block // col_blocks
+    cols = ((block - row_block * col_blocks) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    rows = (row_block * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = (rows < T) & (cols < C)
+    v = tl.load(x + sample * stride_xb + rows.to(tl.int64) * stride_xt + cols, mask, other=0.0).to(tl.float32)
+    v = v * tl.load(gate + sample * stride_g + cols, cols < C, other=0.0).to(tl.float32)
     if RESIDUAL:
+        at = sample * stride_rb + rows.to(tl.int64) * stride_rt + cols
         v = tl.load(residual + at, mask, other=0.0).to(tl.float32) + v
-    tl.store(y + at, v.to(y.dtype.element_ty), mask)
+    tl.store(y + (sample * T + rows) * C + cols, v.to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["blocks", "divisor"])
+def _row_sums(x, out, N, blocks, divisor, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """out[row, chunk] = sum of a row's chunk / divisor, BLOCK elements a step added in order, lanes at the end."""
+    row, block = _place(blocks)
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = block * CHUNK
+    for start in range(first, min(first + CHUNK, N), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(x + row * N + at, at < N, other=0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0) / divisor)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _log_softmax(x, y, lse, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """log_softmax of ROWS whole rows, and fp32 log-sum-exp of each."""
+    lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    line = lines.to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (lines < rows)[:, None] & (cols < N)
+    v = tl.load(x + line * stride_x + cols, mask, other=-float("inf")).to(tl.float32)
+    top = tl.max(v, 1)
+    # A NaN that the maximum loses comes back in the sum.
+    shift = top + tl.log(tl.sum(tl.where(mask, tl.exp(v - top[:, None]), 0.0), 1))
+    tl.store(y + line * N + cols, (v - shift[:, None]).to(y.dtype.element_ty), mask)
+    tl.store(lse + lines, shift, lines < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _log_softmax_backward(dy, x, lse, dx, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = dy - exp(x - lse) * sum(dy) of ROWS whole rows."""
+    lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    line = lines.to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (lines < rows)[:, None] & (cols < N)
+    g = tl.load(dy + line * N + cols, mask, other=0.0).to(tl.float32)
+    v = tl.load(x + line * stride_x + cols, mask, other=0.0).to(tl.float32)
+    shift = tl.load(lse + lines, lines < rows, other=0.0)[:, None]
+    d = g - tl.exp(v - shift) * tl.sum(g, 1)[:, None]
+    tl.store(dx + line * N + cols, d.to(dx.dtype.element_ty), mask)
 
 
 @triton.jit
-def _mean(x, out, N, BLOCK: tl.constexpr):
-    """out[row] = mean of a row of N, BLOCK elements a step, in order."""
+def _log_softmax_long(x, y, lse, N, stride_x, BLOCK: tl.constexpr):
+    """log_softmax of one row in two walks: a running maximum and sum, chunk by chunk, then the result."""
     row = tl.program_id(0).to(tl.int64)
+    top = -float("inf")
     total = 0.0
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(x + row * N + at, at < N, other=0.0).to(tl.float32), 0)
-    tl.store(out + row, total / N)
+        v = tl.load(x + row * stride_x + at, at < N, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(v, 0))
+        # -inf: nothing but -inf so far. Not subtracted, as -inf - -inf is NaN; the sum stays 0 and its log -inf.
+        base = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(v - base), 0)
+        top = new
+    shift = top + tl.log(total)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + row * stride_x + at, at < N, other=0.0).to(tl.float32)
+        tl.store(y + row * N + at, (v - shift).to(y.dtype.element_ty), at < N)
+    tl.store(lse + row, shift)
 
 
 @triton.jit
-def _log_softmax(x, y, dy, dx, N, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
-    """log_softmax of a row, or from y and dy its dx = dy - exp(y) * sum(dy)."""
+def _log_softmax_long_backward(dy, x, lse, dx, N, stride_x, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    total = 0.0
-    if BACKWARD:
-        for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            total += tl.sum(tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32), 0)
-        for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            g = tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32)
-            p = tl.exp(tl.load(y + row * N + at, at < N, other=0.0).to(tl.float32))
-            tl.store(dx + row * N + at, (g - p * total).to(dx.dtype.element_ty), at < N)
-    else:
-        top = -float("inf")
-        for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            v = tl.load(x + row * stride + at, at < N, other=-float("inf")).to(tl.float32)
-            top = tl.maximum(top, tl.max(v, 0))  # a NaN that gets lost here comes back in the sum
-        for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            v = tl.load(x + row * stride + at, at < N, other=-float("inf")).to(tl.float32)
-            total += tl.sum(tl.exp(v - top), 0)
-        shift = top + tl.log(total)
-        for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            v = tl.load(x + row * stride + at, at < N, other=0.0).to(tl.float32)
-            tl.store(y + row * N + at, (v - shift).to(y.dtype.element_ty), at < N)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32)
+    sum_dy = tl.sum(total, 0)
+    shift = tl.load(lse + row)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32)
+        v = tl.load(x + row * stride_x + at, at < N, other=0.0).to(tl.float32)
+        tl.store(dx + row * N + at, (g - tl.exp(v - shift) * sum_dy).to(dx.dtype.element_ty), at < N)
 
 
-def _row_shape(columns: int) -> tuple[int, int]:
-    """(block, warps) of a kernel that holds a whole row."""
-    block = max(32, triton.next_power_of_2(columns))
-    return block, min(16, max(1, block // 512))
+_NORM_MODULATE = _both(_norm_modulate)
+_NORM_MODULATE_BACKWARD = _both(_norm_modulate_backward)
+_COLUMN_SUMS = _both(_column_sums)
+_RMS_ROPE = _both(_rms_rope)
+_ROW_SUMS = _both(_row_sums)
+_LOG_SOFTMAX = _both(_log_softmax)
+_LOG_SOFTMAX_BACKWARD = _both(_log_softmax_backward)
+_LOG_SOFTMAX_LONG = _both(_log_softmax_long)
+_LOG_SOFTMAX_LONG_BACKWARD = _both(_log_softmax_long_backward)
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _row_shape(columns: int) -> tuple[int, int, int, int, int]:
+    """(block, rows, steps, stages, warps) of a LayerNorm of rows of so many columns; all of it is part of the bits."""
+    block = max(16, _pow2(columns))
+    steps, stages = (8, 3) if block <= 8192 else (1, 1)  # longer rows leave no registers for a loop
+    return block, max(1, 2048 // block), steps, stages, min(16, max(4, block // 512))
+
+
+def _row_shape_backward(columns: int) -> tuple[int, int, int, int, int]:
+    block = max(16, _pow2(columns))
+    return block, max(1, 2048 // block), 1, 1, min(16, max(4, block // 512))
+
+
+def _head_shape(columns: int, backward: bool) -> tuple[int, int, int]:
+    """(block, rows, warps) of the RMS norm of rows of so many columns; all of it is part of the bits."""
+    block = max(16, _pow2(columns))
+    return block, max(1, 2048 // block), min(16, max(4 if block <= 256 and not backward else 2, block // 1024))
+
+
+def _sum_shape(columns: int) -> tuple[int, int, int, int]:
+    """(block, tokens, stages, warps) of a sum over tokens; all of it is part of the bits."""
+    return min(64, max(16, _pow2(columns))), 16, 4, 2
+
+
+def _gate_shape(columns: int) -> tuple[int, int, int]:
+    """(block, rows, warps); elementwise, so no part of the bits."""
+    block = min(512, max(16, _pow2(columns)))
+    return block, 1024 // block, 2
+
+
+def _point_shape(op: str, backward: bool) -> tuple[int, int]:
+    """(block, warps); elementwise, so no part of the bits."""
+    return (2048 if backward or op == "swiglu" else 4096), 4
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy of it, whose rows all start at multiples of 16 bytes and elements; for lengths that allow it."""
+    if t.data_ptr() % 16 == 0:
+        if t.is_contiguous():
+            return t
+        for stride, size in zip(t.stride()[:-1], t.shape, strict=False):
+            if stride % 16 and size > 1:
+                break
+        else:
+            return t
+    return _copied(t)
+
+
+def _copied(t: Tensor) -> Tensor:
+    do_not_replay()
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _all_aligned(columns: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as the kernel for this row length expects them (see the module's docstring)."""
+    return tensors if columns % 16 else tuple([t if t is None else _aligned(t) for t in tensors])
+
+
+def _step(t: Tensor | None, dim: int) -> int:
+    """Stride of a dimension; 0 where it has one element: its stride may be anything, 1 as well."""
+    return 0 if t is None or t.shape[dim] == 1 else t.stride(dim)
 
 
 def norm_modulate(x: Tensor, scale: Tensor | None, shift: Tensor | None, scale2: Tensor | None, shift2: Tensor | None,
@@ -328,118 +505,251 @@ def norm_modulate(x: Tensor, scale: Tensor | None, shift: Tensor | None, scale2:
     batch, tokens, columns = x.shape
     y = torch.empty((batch, tokens, columns), dtype=x.dtype, device=x.device)
     y2 = torch.empty_like(y) if scale2 is not None else None
-    if y.numel():
-        block, warps = _row_shape(columns)
-        rows = 4
-        _norm_modulate[(triton.cdiv(tokens, rows), batch)](
-            x, y, y2, weight, bias, scale, shift, scale2, shift2, tokens, columns, eps, x.stride(0), x.stride(1),
-            0 if scale is None else scale.stride(0), 0 if scale2 is None else scale2.stride(0), ROWS=rows, BLOCK=block,
-            AFFINE=weight is not None, BIAS=bias is not None, MODULATE=scale is not None, TWO=scale2 is not None,
-            num_warps=warps, enable_fp_fusion=False)
+    if y.numel() == 0:
+        return y, y2
+    given = _all_aligned(columns, x, weight, bias, scale, shift, scale2, shift2)
+
+    def make() -> tuple[tuple[int], list, dict]:
+        x, _, _, scale, shift, scale2, shift2 = given
+        block, rows, steps, stages, warps = _row_shape(columns)
+        blocks = -(-tokens // (rows * steps))
+        return (blocks * batch,), [
+            x, y, y2, *given[1:], tokens, columns, eps, blocks, _step(x, 0), _step(x, 1), _step(scale, 0),
+            _step(shift, 0), _step(scale2, 0), _step(shift2, 0)], {
+            "ROWS": rows, "STEPS": steps, "BLOCK": block, "AFFINE": weight is not None, "BIAS": bias is not None,
+            "MODULATE": scale is not None, "TWO": scale2 is not None, "STAGES": stages, "num_warps": warps,
+            "enable_fp_fusion": False}
+
+    launch(_NORM_MODULATE[columns % 16 != 0], (signature(*given), eps), (given[0], y, y2, *given[1:]), make)
     return y, y2
 
 
 def norm_modulate_backward(dy: Tensor | None, dy2: Tensor | None, x: Tensor, scale: Tensor | None,
                            scale2: Tensor | None, weight: Tensor | None, eps: float, add: Tensor | None, stats: bool
                            ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy, dy2 and add are contiguous."""
     batch, tokens, columns = x.shape
     dx = torch.empty((batch, tokens, columns), dtype=x.dtype, device=x.device)
     mean = torch.empty((batch, tokens), dtype=torch.float32, device=x.device) if stats else None
     rstd = torch.empty_like(mean) if mean is not None else None
-    if dx.numel():
-        block, warps = _row_shape(columns)
-        rows = 4
-        _norm_modulate_backward[(triton.cdiv(tokens, rows), batch)](
-            dy, dy2, x, add, dx, mean, rstd, weight, scale, scale2, tokens, columns, eps, x.stride(0), x.stride(1),
-            0 if scale is None else scale.stride(0), 0 if scale2 is None else scale2.stride(0), ROWS=rows, BLOCK=block,
-            AFFINE=weight is not None, MODULATE=scale is not None, ONE=dy is not None, TWO=dy2 is not None,
-            ADD=add is not None, STATS=stats, num_warps=warps, enable_fp_fusion=False)
+    if dx.numel() == 0:
+        return dx, mean, rstd
+    given = _all_aligned(columns, dy, dy2, x, add, weight, scale, scale2)
+    pointers = (*given[:4], dx, mean, rstd, *given[4:])
+
+    def make() -> tuple[tuple[int], list, dict]:
+        dy, dy2, x, add, weight, scale, scale2 = given
+        block, rows, steps, stages, warps = _row_shape_backward(columns)
+        blocks = -(-tokens // (rows * steps))
+        return (blocks * batch,), [
+            *pointers, tokens, columns, eps, blocks, _step(x, 0), _step(x, 1), _step(scale, 0), _step(scale2, 0)], {
+            "ROWS": rows, "STEPS": steps, "BLOCK": block, "AFFINE": weight is not None, "MODULATE": scale is not None,
+            "ONE": dy is not None, "TWO": dy2 is not None, "ADD": add is not None, "STATS": stats, "STAGES": stages,
+            "num_warps": warps, "enable_fp_fusion": False}
+
+    launch(_NORM_MODULATE_BACKWARD[columns % 16 != 0], (signature(*given), eps, stats), pointers, make)
     return dx, mean, rstd
 
 
 def column_sums(dy: Tensor, x: Tensor | None, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
     batch, tokens, columns = dy.shape
-    out = torch.empty((batch, columns), dtype=torch.float32, device=dy.device)
-    if out.numel():
-        block = 64
-        _column_sums[(triton.cdiv(columns, block), batch)](
-            dy, x, mean, rstd, out, tokens, columns, dy.stride(0), dy.stride(1), 0 if x is None else x.stride(0),
-            0 if x is None else x.stride(1), ROWS=TOKENS, BLOCK=block, TIMES=x is not None, CENTRED=mean is not None,
-            SCALED=rstd is not None, num_warps=4, enable_fp_fusion=False)
-    return out
+    chunks = max(1, -(-tokens // TOKEN_CHUNK))
+    out = torch.empty((batch, chunks, columns), dtype=torch.float32, device=dy.device)
+    if out.numel() == 0:
+        return out[:, 0]
+    given = _all_aligned(columns, dy, x)
+    pointers = (*given, mean, rstd, out)
+
+    def make() -> tuple[tuple[int], list, dict]:
+        dy, x = given
+        block, rows, stages, warps = _sum_shape(columns)
+        blocks = -(-columns // block)
+        return (blocks * chunks * batch,), [
+            *pointers, tokens, columns, blocks, chunks, _step(dy, 0), _step(dy, 1), _step(x, 0), _step(x, 1)], {
+            "ROWS": rows, "BLOCK": block, "TOKEN_CHUNK": TOKEN_CHUNK, "TIMES": x is not None,
+            "CENTRED": mean is not None, "SCALED": rstd is not None, "STAGES": stages, "num_warps": warps,
+            "enable_fp_fusion": False}
+
+    launch(_COLUMN_SUMS[columns % 16 != 0], (signature(*given, mean, rstd), TOKEN_CHUNK), pointers, make)
+    return out[:, 0] if chunks == 1 else column_sums(out, None, None, None)
+
+
+def writable(out: Tensor, over_all: bool) -> bool:
+    """Whether `rms_rope` can write into this view of a wider buffer."""
+    if out.stride(3) != 1 or (over_all and out.stride(2) != out.shape[3]):
+        return False
+    columns = out.shape[2] * out.shape[3] if over_all else out.shape[3]
+    return columns % 16 != 0 or not (out.data_ptr() % 16 or any(s % 16 for s in out.stride()[:2 if over_all else 3]))
 
 
 def rms_rope(xs: tuple[Tensor, ...], weights: tuple[Tensor | None, ...], eps: float, rope: tuple[Tensor, Tensor] | None,
              half_layout: bool, over_all: bool, norm: bool, outs: tuple[Tensor, ...],
              dys: tuple[Tensor, ...] | None = None, rstds: tuple[Tensor | None, ...] | None = None) -> None:
-    """Write norm and rotation of one or two [B, T, H, D] tensors to `outs`; with `dys` the gradients."""
-    x, out = xs[0], outs[0]
-    batch, tokens, heads, dims = x.shape
-    if out.numel() == 0:
+    """Write norm and rotation of one or two [B, T, H, D] tensors to `outs`; with contiguous `dys` the gradients.
+
+    Several outs have one set of strides; an out that is not contiguous is `writable`.
+    """
+    if outs[0].numel() == 0:
         return
-    x2, out2 = (xs[1], outs[1]) if len(xs) == 2 else (x, out)
-    h, d = triton.next_power_of_2(heads), max(16, triton.next_power_of_2(dims))
-    cos, sin = rope or (None, None)
-    dy, dy2 = (None, None) if dys is None else (dys[0], dys[-1])
-    rstd, rstd2 = (None, None) if rstds is None else (rstds[0], rstds[-1])
-    rows = 2 if h * d <= 4096 else 1
-    _rms_rope[(triton.cdiv(tokens, rows), batch)](
-        x, x2, out, out2, dy, dy2, weights[0], weights[-1], cos, sin, rstd, rstd2, tokens, heads, dims, eps,
-        x.stride(0), x.stride(1), x.stride(2), x2.stride(0), x2.stride(1), x2.stride(2), out.stride(0), out.stride(1),
-        out.stride(2), 0 if cos is None or cos.dim() == 2 else cos.stride(0), ROWS=rows, H=h, D=d, TWO=len(xs) == 2,
-        WEIGHT=weights[0] is not None, NORM=norm, ALL=over_all, ROPE=cos is not None, HALF_LAYOUT=half_layout,
-        BACKWARD=dys is not None, STATS=rstd is not None, num_warps=min(16, max(1, h * d // 512)),
-        enable_fp_fusion=False)
+    angles = xs[0].shape[3]
+    if over_all:  # a token is one row, whose pairs take the angles of their head
+        xs = tuple([x.flatten(2).unsqueeze(2) for x in xs])
+        outs = tuple([o.view(*o.shape[:2], 1, -1) for o in outs])
+    batch, tokens, heads, dims = xs[0].shape
+    two = len(xs) == 2
+    x, x2, weight, weight2 = _all_aligned(dims, xs[0], xs[-1] if two else None, weights[0],
+                                          weights[-1] if two else None)
+    dy, dy2 = _all_aligned(dims, *((None, None) if dys is None else (dys[0], dys[-1] if two else None)))
+    # Contiguous, so only their start can be out of line.
+    cos, sin = (None, None) if rope is None else [_copied(t) if t.data_ptr() % 16 else t for t in rope]
+    rstd, rstd2 = (None, None) if rstds is None else (rstds[0], rstds[-1] if two else None)
+    pointers = (x, x2, outs[0], outs[-1] if two else None, dy, dy2, weight, weight2, cos, sin, rstd, rstd2)
+
+    def make() -> tuple[tuple[int], list, dict]:
+        block, rows, warps = _head_shape(dims, dys is not None)
+        blocks = -(-tokens * heads // rows) * len(xs)
+        out = outs[0]
+        return (blocks * batch,), [
+            *pointers, tokens * heads, heads, dims, eps, blocks, _step(x, 0), _step(x, 1), _step(x, 2), _step(x2, 0),
+            _step(x2, 1), _step(x2, 2), _step(out, 0), _step(out, 1), _step(out, 2),
+            tokens if cos is not None and cos.dim() == 3 else 0], {
+            "ROWS": rows, "BLOCK": block, "TWO": two, "WEIGHT": weight is not None, "NORM": norm,
+            "ROPE": 0 if cos is None else angles, "HALF_LAYOUT": half_layout, "BACKWARD": dys is not None,
+            "STATS": rstd is not None, "num_warps": warps, "enable_fp_fusion": False}
+
+    key = signature(x, x2, outs[0], dy, weight, weight2, cos), angles, eps, half_layout, norm, rstd is None
+    launch(_RMS_ROPE[dims % 16 != 0], key, pointers, make)
+
+
+def _launch_pointwise(op: str, x: Tensor, other: Tensor | None, y: Tensor | None, dy: Tensor | None,
+                      dx: Tensor | None, d_other: Tensor | None) -> None:
+    rows, columns = 1, x.numel()  # contiguous tensors are one row
+    if not (x.is_contiguous() and (other is None or other.is_contiguous()) and (dy is None or dy.is_contiguous())):
+        columns = x.shape[-1]
+        rows = x.numel() // columns
+        x = x.reshape(rows, columns)
+        other, dy = (None if t is None else t.reshape(rows, columns) for t in (other, dy))
+    pointers = (x, other, y, dy, dx, d_other)
+
+    def make() -> tuple[tuple[int], list, dict]:
+        block, warps = _point_shape(op, dy is not None)
+        if rows > 1:
+            block = min(block, max(128, _pow2(columns)))
+        blocks = -(-columns // block)
+        strides = [0 if t is None or rows == 1 else t.stride(0) for t in (x, other, dy)]
+        return (blocks * rows,), [*pointers, columns, blocks, *strides], {
+            "OP": OPS[op], "BACKWARD": dy is not None, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
+
+    launch(_pointwise, (signature(x, other, dy), op), pointers, make)
 
 
 def pointwise(op: str, x: Tensor, other: Tensor | None) -> Tensor:
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        block = 2048
-        _pointwise[(triton.cdiv(y.numel(), block),)](x, other, y, None, None, None, y.numel(), OP=OPS[op],
-                                                     BACKWARD=False, BLOCK=block, num_warps=4, enable_fp_fusion=False)
+        _launch_pointwise(op, x, other, y, None, None, None)
     return y
 
 
 def pointwise_backward(op: str, dy: Tensor, x: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    dx = torch.empty_like(x)
-    d_other = None if other is None else torch.empty_like(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_other = None if other is None else torch.empty_like(dx)
     if dx.numel():
-        block = 2048
-        _pointwise[(triton.cdiv(dx.numel(), block),)](x, other, None, dy, dx, d_other, dx.numel(), OP=OPS[op],
-                                                      BACKWARD=True, BLOCK=block, num_warps=4, enable_fp_fusion=False)
+        _launch_pointwise(op, x, other, None, dy, dx, d_other)
     return dx, d_other
 
 
 def gate(x: Tensor, gate_rows: Tensor, residual: Tensor | None) -> Tensor:
     batch, tokens, columns = x.shape
-    y = torch.empty_like(x)
-    if y.numel():
-        rows, block = 8, 512
-        _gate[(triton.cdiv(tokens, rows), batch, triton.cdiv(columns, block))](
-            x, gate_rows, residual, y, tokens, columns, gate_rows.stride(0), ROWS=rows, BLOCK=block,
-            RESIDUAL=residual is not None, num_warps=4, enable_fp_fusion=False)
+    y = torch.empty((batch, tokens, columns), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    pointers = (x, gate_rows, residual, y)
+
+    def make() -> tuple[tuple[int], list, dict]:
+        block, rows, warps = _gate_shape(columns)
+        col_blocks = -(-columns // block)
+        blocks = -(-tokens // rows) * col_blocks
+        return (blocks * batch,), [
+            *pointers, tokens, columns, blocks, col_blocks, gate_rows.stride(0), x.stride(0), x.stride(1),
+            *((0, 0) if residual is None else residual.stride()[:2])], {
+            "ROWS": rows, "BLOCK": block, "RESIDUAL": residual is not None, "num_warps": warps,
+            "enable_fp_fusion": False}
+
+    launch(_gate, signature(x, gate_rows, residual), pointers, make)
     return y
 
 
-def mean(x: Tensor) -> Tensor:
-    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    if out.numel():
-        _mean[(x.shape[0],)](x, out, x.shape[1], BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False)
+def _sum_rows(x: Tensor, divisor: float, chunk: int) -> Tensor:
+    """fp32 [rows, chunks]: sums of each row's chunks over `divisor`."""
+    rows, length = x.shape
+    blocks = -(-length // chunk)
+    out = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    (x,) = _all_aligned(length, x)  # type: ignore[assignment]
+
+    def make() -> tuple[tuple[int], list, dict]:
+        return (rows * blocks,), [x, out, length, blocks, float(divisor)], {
+            "BLOCK": min(CHUNK, max(16, _pow2(length))), "CHUNK": chunk, "num_warps": 8, "enable_fp_fusion": False}
+
+    launch(_ROW_SUMS[length % 16 != 0], (signature(x), divisor, chunk), (x, out), make)
     return out
 
 
-def log_softmax(x: Tensor) -> Tensor:
+def mean(x: Tensor) -> Tensor:
+    """x is contiguous."""
+    length = x.shape[1]
+    if x.shape[0] == 0:
+        return torch.empty(0, dtype=torch.float32, device=x.device)
+    if length > MEAN_CHUNK:
+        x = _sum_rows(x, 1.0, MEAN_CHUNK)
+    return _sum_rows(x, length, 2**30)[:, 0]
+
+
+def _whole_rows(length: int) -> dict:
+    """Constants of the kernels that hold whole rows; all of it is part of the bits."""
+    block = max(16, _pow2(length))
+    return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": min(16, max(1, block // 512)),
+            "enable_fp_fusion": False}
+
+
+def _walk() -> dict:
+    """Constants of the kernels that walk a long row; all of it is part of the bits."""
+    return {"BLOCK": CHUNK, "num_warps": 8, "enable_fp_fusion": False}
+
+
+def log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(result, fp32 log-sum-exp of each row)."""
+    rows, length = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        _log_softmax[(x.shape[0],)](x, y, None, None, x.shape[1], x.stride(0), BLOCK=CHUNK, BACKWARD=False,
-                                    num_warps=8, enable_fp_fusion=False)
-    return y
+    lse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return y, lse
+    (x,) = _all_aligned(length, x)  # type: ignore[assignment]
+
+    def make() -> tuple[tuple[int], list, dict]:
+        if length > WHOLE_ROW:
+            return (rows,), [x, y, lse, length, _step(x, 0)], _walk()
+        constants = _whole_rows(length)
+        return (-(-rows // constants["ROWS"]),), [x, y, lse, rows, length, _step(x, 0)], constants
+
+    kernels = _LOG_SOFTMAX_LONG if length > WHOLE_ROW else _LOG_SOFTMAX
+    launch(kernels[length % 16 != 0], signature(x), (x, y, lse), make)
+    return y, lse
 
 
-def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
-    dx = torch.empty_like(y)
-    if dx.numel():
-        _log_softmax[(y.shape[0],)](None, y, dy, dx, y.shape[1], 0, BLOCK=CHUNK, BACKWARD=True, num_warps=8,
-                                    enable_fp_fusion=False)
+def log_softmax_backward(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    """dy is contiguous."""
+    rows, length = x.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return dx
+    dy, x = _all_aligned(length, dy, x)  # type: ignore[assignment]
+
+    def make() -> tuple[tuple[int], list, dict]:
+        if length > WHOLE_ROW:
+            return (rows,), [dy, x, lse, dx, length, _step(x, 0)], _walk()
+        constants = _whole_rows(length)
+        return (-(-rows // constants["ROWS"]),), [dy, x, lse, dx, rows, length, _step(x, 0)], constants
+
+    kernels = _LOG_SOFTMAX_LONG_BACKWARD if length > WHOLE_ROW else _LOG_SOFTMAX_BACKWARD
+    launch(kernels[length % 16 != 0], signature(dy, x), (dy, x, lse, dx), make)
     return dx
