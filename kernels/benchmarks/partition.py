@@ -28,6 +28,7 @@ LEAST_BURSTS = 200  # for a p95
 def loads(seconds: float) -> tuple[Callable, Callable, Callable]:
     """(GEMM loop by cuBLAS, the same by gemm_nt, bursts): each takes a stream (and an SM count) and returns figures."""
     import torch
+
     from flowmill_kernels import gemm_nt
 
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -91,6 +92,7 @@ def together(one: Callable[[], dict], other: Callable[[], dict]) -> dict:
 
 def one_process(seconds: float) -> dict:
     import torch
+
     from flowmill_kernels.partition import Partitions
 
     cublas, ours, bursts = loads(seconds)
@@ -117,6 +119,7 @@ def one_process(seconds: float) -> dict:
 def worker(role: str, seconds: float) -> None:
     """A process of one role: reads "plain" or "green" a line, answers figures as JSON."""
     import torch
+
     from flowmill_kernels.partition import Partitions
 
     cublas, _, bursts = loads(seconds)

@@ -96,6 +96,8 @@ def _qkv(options: KernelOptions, x: Tensor, projections: Sequence[nn.Module], no
     q, k, v = (_heads(t, heads) for t in linears(x, [layer_of(p) for p in projections], options=options))
     if norm_q is not None or rope is not None:
         eps = 1e-6 if norm_q is None else _norm_eps(norm_q, x.dtype)
+        if norm_q is not None and _norm_eps(norm_k, x.dtype) != eps:
+            raise UnsupportedError(f"query and key norms have different eps, {norm_q.eps} and {norm_k.eps}")
         q, k = qk_norm_rope_pair(q, k, _norm_weight(norm_q), _norm_weight(norm_k), eps=eps, rope=rope,
                                  backend=options.backend)
     return q, k, v
