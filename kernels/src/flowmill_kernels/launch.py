@@ -43,7 +43,7 @@ _RECORDER = _Recorder()
 
 def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
            make: Callable[[], tuple[tuple[int, ...], list, dict]]) -> None:
-    """Launch `kernel` on the current device and stream.
+    """Launch `kernel` on the tensors' device and its current stream.
 
     Args:
         key: Equal keys mean equal grids, scalars, constants, shapes and strides.
@@ -51,6 +51,11 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
             None where the kernel takes none.
         make: ``() -> (grid, arguments, constants)`` for the first launch; arguments hold every non-constant in order.
     """
+    where = next(t.device for t in tensors if t is not None)
+    if where.type == "cuda" and where.index != torch.cuda.current_device():
+        with torch.cuda.device(where):
+            launch(kernel, key, tensors, make)
+        return
     fast = _KNOWN and _RECORDER.launches is None and not knobs.runtime.interpret
     addresses: list[int] = []
     if fast:
@@ -103,6 +108,10 @@ def replay(key: Hashable, inputs: tuple[Tensor | None, ...], run: Callable[[], A
     """
     if not _KNOWN or knobs.runtime.interpret:
         return run()
+    where = next(t.device for t in inputs if t is not None)
+    if where.index != torch.cuda.current_device():
+        with torch.cuda.device(where):
+            return replay(key, inputs, run)
     device = driver.active.get_current_device()
     full = (key, device, signature(*inputs))
     tape = _TAPES.get(full)
