@@ -17,6 +17,7 @@ from flowmill_kernels import (
     gemm_nt,
     gemm_nt_partial,
     gemm_nt_schedule,
+    head_range,
     relative_frobenius_error,
     segment_range,
     wgrad,
@@ -520,3 +521,15 @@ def test_an_extra_product_that_does_not_fit_is_refused() -> None:
         gemm_nt(x, w, num_sms=1, extra=(h.bfloat16(), b))
     with pytest.raises(ValueError, match="tree is over K alone"):
         gemm_nt(x, w, num_sms=1, extra=(h, b), mode="tp_invariant")
+
+
+def test_ranks_take_whole_heads() -> None:
+    for ranks in TP:
+        heads = [h for rank in range(ranks) for h in head_range(24, rank=rank, num_ranks=ranks)]
+        assert heads == list(range(24))
+    with pytest.raises(ValueError, match="20 heads cannot be shared by 8 ranks"):
+        head_range(20, rank=0, num_ranks=8)
+    with pytest.raises(ValueError, match="rank must be in"):
+        head_range(24, rank=2, num_ranks=2)
+    with pytest.raises(ValueError, match="got 3"):
+        head_range(24, rank=0, num_ranks=3)

@@ -26,6 +26,7 @@ from flowmill_kernels import (
 from flowmill_kernels.gradients import LARGE, deliver, deliver_outer
 
 RANKS = GUARANTEES["leaf_sum"].tensor_parallel
+assert GUARANTEES["wgrad_leaves"].tensor_parallel == RANKS
 MICRO_BATCHES = (1, 3, 8)
 WGRAD_ERROR = 3e-5  # GUARANTEES["wgrad"].error_bound
 

@@ -55,7 +55,7 @@ def test_frobenius_error_of_a_nan_passes_no_bound() -> None:
 
 
 def test_unavailable_reason_knows_every_kernel_and_lists_them() -> None:
-    for name in GUARANTEES:
+    for name in (*GUARANTEES, "partition"):
         reason = unavailable_reason(name)
         assert reason is None or len(reason) > 10
     assert unavailable_reason("leaf_sum") is None

@@ -29,14 +29,15 @@ from .gradients import GradientLeaves, LeafPlan, LeafSum, add_leaves, all_reduce
 from .guarantees import GUARANTEES, Guarantees
 from .numeric import assert_bitwise_equal, relative_frobenius_error
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme
-from .tensor_parallel import combine_partials, segment_range
+from .tensor_parallel import combine_partials, head_range, segment_range
 
 __all__ = [
     "GUARANTEES", "NUM_SEGMENTS", "AppliedKernels", "Epilogue", "GradientLeaves", "Guarantees", "KernelOptions",
     "Layer",
     "LeafPlan", "LeafSum", "Replacement", "Schedule", "Scheme", "UnsupportedError", "add_leaves", "all_reduce_leaves",
     "apply_kernels", "assert_bitwise_equal", "attention", "combine_partials", "gated_residual", "gelu", "gelu_tanh",
-    "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial", "gemm_nt_schedule", "layer_norm_modulate", "leaf_sum",
+    "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial", "gemm_nt_schedule", "head_range",
+    "layer_norm_modulate", "leaf_sum",
     "linear", "linears", "log_softmax", "mean", "merged", "patch_embed", "qk_norm_rope", "qk_norm_rope_pair",
     "relative_frobenius_error", "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding",
     "unavailable_reason", "wgrad", "wgrad_leaves",

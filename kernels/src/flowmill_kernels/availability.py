@@ -41,14 +41,27 @@ def triton_reason() -> str | None:
     return None
 
 
+def _partition_reason() -> str | None:
+    """Why SM partitions cannot be made here; the ladder of `flowmill_kernels.partition` then takes another rung."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"no NVIDIA GPU is visible to torch {torch.__version__}"
+    if importlib.util.find_spec("cuda") is None:
+        return "cuda-python is not installed (pip install 'flowmill-kernels[cuda]')"
+    return None
+
+
 def unavailable_reason(name: str) -> str | None:
-    """Say why the fast form of kernel `name` is unavailable here; None if it is available.
+    """Say why the fast form of kernel `name` (or `partition`) is unavailable here; None if it is available.
 
     The operator itself still works where this is not None: on CPU tensors it takes the CPU back end.
 
     Raises:
         KeyError: for a name that is no kernel of this package; the message lists the names.
     """
+    if name == "partition":
+        return _partition_reason()
     if name not in GUARANTEES:
         raise KeyError(f"no kernel named {name!r}; there are {', '.join(sorted(GUARANTEES))}")
     return None if name in _PLAIN else triton_reason()

@@ -38,5 +38,9 @@ GUARANTEES: dict[str, Guarantees] = {
     "elementwise": Guarantees(True, True, True, True, (1,), "2**-8 (bf16), 2**-11 (fp16) of one rounding; fp32: 2e-6"),
     "attention": Guarantees(True, True, True, True, (1,), "2**-7 (bf16): weights and result are rounded once each"),
     "attention_backward": Guarantees(True, True, True, True, (1,), "3 * 2**-7 (bf16): weights, their gradient, result"),
+    # Only tensor-parallel shards may give other bits: a shard of N or K may have another scheme.
+    "linear": Guarantees(True, True, True, True, (1,), _GEMM_BOUND + "; an adapter's and a GELU's input round too"),
+    # Samples come in global order; how they are cut into micro-batches does not show.
+    "wgrad_leaves": Guarantees(True, True, False, True, (1, 2, 4, 8), "3e-5: fp32 sums over tokens and samples"),
     "leaf_sum": Guarantees(True, True, False, True, (1, 2, 4, 8), "1e-5: fp32 sum over the samples of a batch"),
 }

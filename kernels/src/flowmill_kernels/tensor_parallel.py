@@ -1,4 +1,4 @@
-"""Tensor parallelism that does not change a bit: which part of K a rank holds, and how ranks' sums become an output.
+"""Tensor parallelism that does not change a bit: what a rank holds, and how the ranks' sums become an output.
 
 In: fp32 partial sums of `gemm_nt_partial` or `gemm_nn_partial`, one a rank. Out: the layer's output, equal bit for bit
 for 1, 2, 4 and 8 ranks. A column-parallel linear needs nothing from here: its ranks call `gemm_nt` in mode
@@ -26,6 +26,22 @@ def segment_range(k: int, *, rank: int, num_ranks: int) -> range:
         raise ValueError(f"segment_range: rank must be in 0..{num_ranks - 1}, got {rank}")
     length = tp_scheme(k).segment_k * (NUM_SEGMENTS // num_ranks)
     return range(rank * length, (rank + 1) * length)
+
+
+def head_range(heads: int, *, rank: int, num_ranks: int) -> range:
+    """Heads of an attention that `rank` computes: whole heads, so that norms per head need nobody else's columns.
+
+    Raises:
+        ValueError: for a rank count that does not divide 8, or the number of heads.
+    """
+    _check_ranks("head_range", num_ranks)
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"head_range: rank must be in 0..{num_ranks - 1}, got {rank}")
+    if heads < 1 or heads % num_ranks:
+        raise ValueError(f"head_range: {heads} heads cannot be shared by {num_ranks} ranks; a head would be cut, and "
+                         f"its norm and softmax with it. Use a rank count that divides {heads}")
+    share = heads // num_ranks
+    return range(rank * share, (rank + 1) * share)
 
 
 @torch.no_grad()
