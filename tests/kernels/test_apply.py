@@ -333,6 +333,27 @@ def test_threads_apply_and_remove_at_the_same_time() -> None:
     assert not any("forward" in part.__dict__ for part in model.modules())
 
 
+def test_compiled_models_keep_the_bits() -> None:
+    model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():
+        assert_bitwise_equal(torch.compile(model, backend="eager")(**inputs)[0], run(model, inputs))
+
+
+def test_an_empty_batch_gives_an_empty_batch() -> None:
+    model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():
+        assert run(model, take(inputs, "sd3", slice(0, 0))).shape == (0, 4, 8, 6)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
+    inputs["hidden_states"].requires_grad_()
+    with apply_kernels(model, "consistent", num_sms=SMS):
+        (grad,) = torch.autograd.grad(run(model, inputs).square().sum(), inputs["hidden_states"], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
 def test_what_a_fused_block_does_not_compute_is_refused() -> None:
     model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
     with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from .blocks import BLOCKS, Forward, UnsupportedError, kind, leaf_forward
@@ -56,6 +57,7 @@ class _Dispatch:
         self.module, self.original = module, original
         functools.update_wrapper(self, original, updated=())
 
+    @torch.compiler.disable  # a compiler that traced into the operators would put its own arithmetic in their place
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A tuple, replaced as a whole under the lock: a call in another thread sees the old or the new one.
         stack: tuple[_Entry, ...] = self.module.__dict__.get(_STACK, ())

@@ -87,7 +87,7 @@ def _rms_like(norm: nn.Module | None) -> bool:
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    return x.view(*x.shape[:2], heads, -1)
+    return x.view(*x.shape[:2], heads, x.shape[2] // heads)
 
 
 def _qkv(options: KernelOptions, x: Tensor, projections: Sequence[nn.Module], norm_q: Any, norm_k: Any, heads: int,

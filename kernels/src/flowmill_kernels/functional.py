@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .elementwise import add, column_sum, gate_gradient, gelu_tanh, gelu_tanh_backward, scale_by_gate
 from .gemm import Backend, Mode, gemm_nn, gemm_nt
@@ -177,7 +178,7 @@ def _gated(y: Tensor, gate: Tensor | None, residual: Tensor | None, options: Ker
 
 def _samples(t: Tensor) -> Tensor:
     """[S, T, C]: the first dimension counts samples."""
-    return t.reshape(t.shape[0], -1, t.shape[-1]) if t.dim() != 2 else t.unsqueeze(1)
+    return t.flatten(1, -2) if t.dim() != 2 else t.unsqueeze(1)
 
 
 class _Linears(torch.autograd.Function):
@@ -192,6 +193,7 @@ class _Linears(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
         x, gate, hidden, pre, *weights = ctx.saved_tensors
         call = ctx.call
@@ -343,7 +345,7 @@ def patch_embed(x: Tensor, layer: Layer, patch: Sequence[int], *, options: Kerne
     count = 1
     for i in grid:
         count *= split[i - 2]
-    return linear(blocks.reshape(x.shape[0], count, -1), layer, options=options)
+    return linear(blocks.reshape(x.shape[0], count, layer.weight.shape[1]), layer, options=options)
 
 
 @torch.no_grad()
