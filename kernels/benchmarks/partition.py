@@ -4,11 +4,14 @@
 
 One process: each alone, together on plain streams, with priority, on an SM partition (96 + 36 of 132). Two processes:
 without MPS and with it, each alone and together; the MPS daemon is started with directories of its own and told to quit
-at the end. Prints the table and the two figures: p95 of the bursts, plain / partitioned, and partitioned / alone. No
-setting of the GPU is changed. The parent process never touches the GPU: its context would take turns with the others'.
+at the end. Prints the table and two figures: p95 of the bursts, plain / partitioned, and partitioned / alone (alone on
+the whole GPU, and alone on the partition). Together means together: the GEMM runs from before the first burst until
+after the last. A part that fails costs its own rows only. No setting of the GPU is changed.
+The parent process never touches the GPU: its context would take turns with the others'.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -36,12 +39,13 @@ def loads(seconds: float) -> tuple[Callable, Callable, Callable]:
     out = torch.empty_like(small)
     torch.cuda.synchronize()
 
-    def loop(stream: torch.cuda.Stream, work: Callable[[], object]) -> dict:
+    def loop(stream: torch.cuda.Stream, work: Callable[[], object], stop: Callable[[], bool] | None) -> dict:
+        """Until `stop` says so; None: for `seconds`."""
         with torch.cuda.stream(stream):
             work()
             stream.synchronize()
             events, count, start = [], 0, time.perf_counter()
-            while time.perf_counter() - start < seconds:
+            while time.perf_counter() - start < seconds if stop is None else not stop():
                 work()
                 count += 1
                 events.append(torch.cuda.Event())
@@ -51,13 +55,13 @@ def loads(seconds: float) -> tuple[Callable, Callable, Callable]:
             stream.synchronize()
             return {"tflops": 2 * SIZE**3 * count / (time.perf_counter() - start) / 1e12}
 
-    def cublas(stream: torch.cuda.Stream, num_sms: int) -> dict:
-        return loop(stream, lambda: torch.mm(a, b, out=c))
+    def cublas(stream: torch.cuda.Stream, num_sms: int, stop: Callable[[], bool] | None = None) -> dict:
+        return loop(stream, lambda: torch.mm(a, b, out=c), stop)
 
-    def ours(stream: torch.cuda.Stream, num_sms: int) -> dict:
-        return loop(stream, lambda: gemm_nt(a, b, num_sms=num_sms, out=c))
+    def ours(stream: torch.cuda.Stream, num_sms: int, stop: Callable[[], bool] | None = None) -> dict:
+        return loop(stream, lambda: gemm_nt(a, b, num_sms=num_sms, out=c), stop)
 
-    def bursts(stream: torch.cuda.Stream, num_sms: int) -> dict:
+    def bursts(stream: torch.cuda.Stream, num_sms: int, stop: Callable[[], bool] | None = None) -> dict:
         times: list[float] = []
         with torch.cuda.stream(stream):
             torch.mm(small, small, out=out)
@@ -79,14 +83,24 @@ def loads(seconds: float) -> tuple[Callable, Callable, Callable]:
     return cublas, ours, bursts
 
 
-def together(one: Callable[[], dict], other: Callable[[], dict]) -> dict:
-    """Both at once; A starts first and ends last."""
+def together(one: Callable[[Callable[[], bool]], dict], other: Callable[[], dict]) -> dict:
+    """Both at once; A starts first and ends when B has.
+
+    Raises:
+        RuntimeError: A failed, so B was alone.
+    """
     results: dict[str, dict] = {}
-    thread = threading.Thread(target=lambda: results.update(A=one()))
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: results.update(A=one(over.is_set)))
     thread.start()
-    time.sleep(0.1)
-    results["B"] = other()
-    thread.join()
+    try:
+        time.sleep(0.1)
+        results["B"] = other()
+    finally:
+        over.set()
+        thread.join()
+    if "A" not in results:
+        raise RuntimeError("load A failed; its traceback is above")
     return results
 
 
@@ -101,23 +115,32 @@ def one_process(seconds: float) -> dict:
     plain = [torch.cuda.Stream() for _ in range(2)]
     high = torch.cuda.Stream(priority=-5)
     rows["each alone, whole GPU"] = {"A": cublas(plain[0], whole), "B": bursts(plain[1], whole)}
-    rows["together, plain streams"] = together(lambda: cublas(plain[0], whole), lambda: bursts(plain[1], whole))
-    rows["together, B with high priority"] = together(lambda: cublas(plain[0], whole), lambda: bursts(high, whole))
+    rows["together, plain streams"] = together(lambda stop: cublas(plain[0], whole, stop),
+                                                lambda: bursts(plain[1], whole))
+    rows["together, B with high priority"] = together(lambda stop: cublas(plain[0], whole, stop),
+                                                       lambda: bursts(high, whole))
     with Partitions.create({"A": 96, "B": whole - 96}) as partitions:
         print(partitions, flush=True)
+        if partitions.isolation_mode != "green":
+            rows["mode"] = {"isolation_mode": partitions.isolation_mode}
+            return rows
         a, b = partitions.slot("A"), partitions.slot("B")
         rows["each alone, partitioned"] = {"A": cublas(a.stream, a.num_sms), "B": bursts(b.stream, b.num_sms)}
-        rows["together, partitioned"] = together(lambda: cublas(a.stream, a.num_sms),
+        rows["together, partitioned"] = together(lambda stop: cublas(a.stream, a.num_sms, stop),
                                                  lambda: bursts(b.stream, b.num_sms))
         rows["alone, partitioned, A by gemm_nt"] = {"A": ours(a.stream, a.num_sms)}
-        rows["together, partitioned, A by gemm_nt"] = together(lambda: ours(a.stream, a.num_sms),
+        rows["together, partitioned, A by gemm_nt"] = together(lambda stop: ours(a.stream, a.num_sms, stop),
                                                                lambda: bursts(b.stream, b.num_sms))
         rows["mode"] = {"isolation_mode": partitions.isolation_mode}
     return rows
 
 
+def gone(path: str) -> bool:
+    return not os.path.exists(path)
+
+
 def worker(role: str, seconds: float) -> None:
-    """A process of one role: reads "plain" or "green" a line, answers figures as JSON."""
+    """A process of one role: reads "plain" or "green" a line, and a file to run as long as; answers JSON."""
     import torch
 
     from flowmill_kernels.partition import Partitions
@@ -129,8 +152,9 @@ def worker(role: str, seconds: float) -> None:
     load = cublas if role == "A" else bursts
     print(json.dumps({"mode": str(partitions.isolation), "sms": slot.num_sms}), flush=True)
     for line in sys.stdin:
-        stream = plain if line.strip() == "plain" else slot.stream
-        print(json.dumps(load(stream, slot.num_sms)), flush=True)
+        kind, _, path = line.strip().partition(" ")
+        stop = functools.partial(gone, path) if path else None
+        print(json.dumps(load(plain if kind == "plain" else slot.stream, slot.num_sms, stop)), flush=True)
     partitions.close()
 
 
@@ -172,10 +196,14 @@ def two_processes(label: str, seconds: float, environment: dict[str, str]) -> di
             alone = {"A": a.read()}
             b.ask(kind)
             rows[f"{label}, each alone, {kind}"] = alone | {"B": b.read()}
-            a.ask(kind)
-            time.sleep(0.1)
-            b.ask(kind)
-            rows[f"{label}, together, {kind}"] = {"B": b.read(), "A": a.read()}
+            with tempfile.NamedTemporaryFile() as running:  # A goes on while this is there
+                a.ask(f"{kind} {running.name}")
+                time.sleep(0.1)
+                b.ask(kind)
+                answer = b.read()
+            rows[f"{label}, together, {kind}"] = {"A": a.read(), "B": answer}
+    except (RuntimeError, OSError) as error:  # the rows so far are worth having
+        print(f"{label}: {error}", flush=True)
     finally:
         for one in workers:
             one.stop()
@@ -187,7 +215,7 @@ def with_mps(seconds: float) -> dict:
     if control is None:
         print("nvidia-cuda-mps-control is not installed: rows with MPS left out", flush=True)
         return {}
-    with tempfile.TemporaryDirectory(prefix="mps-") as root:
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as root:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": f"{root}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{root}/log"}
         for directory in environment.values():
             os.makedirs(directory)
@@ -211,8 +239,20 @@ def show(rows: dict) -> None:
         a, b = row.get("A"), row.get("B")
         if a or b:
             left = f"{a['tflops']:.0f}" if a else "-"
-            right = f"{b['p50']:.2f} / {b['p95']:.2f} | {b['n']}" if b else "- | -"
+            few = "" if not b or b["n"] >= LEAST_BURSTS else " (too few)"
+            right = f"{b['p50']:.2f} / {b['p95']:.2f} | {b['n']}{few}" if b else "- | -"
             print(f"| {name} | {left} | {right} |")
+
+
+def figures(rows: dict) -> str:
+    """The two figures, of one run. `alone` without more is the whole GPU: what a reward had before it shared."""
+    if "together, partitioned" not in rows:
+        return f"no figures: isolation_mode {rows['mode']['isolation_mode']}, SMs were not partitioned"
+    plain, green, whole, part = (rows[name]["B"]["p95"] for name in (
+        "together, plain streams", "together, partitioned", "each alone, whole GPU", "each alone, partitioned"))
+    return (f"B's p95, one process: plain / partitioned = {plain / green:.2f} (wanted 3.5 or more); partitioned "
+            f"together / alone on the whole GPU = {green / whole:.2f} (wanted 1.25 or less), "
+            f"/ alone on its partition = {green / part:.2f}")
 
 
 def main() -> None:
@@ -231,9 +271,9 @@ def main() -> None:
         print(json.dumps(one_process(args.seconds)), flush=True)
         return
     command = [sys.executable, __file__, "--single", "--seconds", str(args.seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # errors are seen as they come
     if done.returncode:
-        sys.exit(done.stderr[-2000:])
+        sys.exit(f"the one-process part ended with status {done.returncode}")
     *said, last = done.stdout.strip().splitlines()
     print(*said, sep="\n", flush=True)
     rows = json.loads(last)
@@ -243,10 +283,7 @@ def main() -> None:
         if not args.no_mps:
             rows |= with_mps(args.seconds)
     show(rows)
-    plain, green, alone = (rows[name]["B"]["p95"] for name in (
-        "together, plain streams", "together, partitioned", "each alone, partitioned"))
-    print(f"\nB's p95, one process: plain / partitioned = {plain / green:.2f} (wanted 3.5 or more), "
-          f"partitioned together / alone = {green / alone:.2f} (wanted 1.25 or less)")
+    print(f"\n{figures(rows)}")
     if args.out:
         with open(args.out, "w") as file:
             json.dump(rows, file, indent=1)

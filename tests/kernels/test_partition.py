@@ -3,13 +3,16 @@
 import dataclasses
 import logging
 import os
+import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from flowmill_kernels.partition import (
+    CudaDevice,
     Granularity,
     Mps,
     PartitionError,
@@ -127,6 +130,7 @@ ALONE = dataclasses.replace(GOOD, processes=1)
     (dataclasses.replace(GOOD, driver=0), "mps", "cuda-python is not installed"),
     (dataclasses.replace(GOOD, mps=dataclasses.replace(DAEMON, thread_percentage="50")), "mps",
      "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set"),
+    (dataclasses.replace(ALONE, mps=Mps("/run/mps", False, None, "50")), "green", "one process needs no MPS"),
     (dataclasses.replace(GOOD, mps=Mps("/run/mps", False)), "timeslice", "no MPS daemon answers in /run/mps"),
     (dataclasses.replace(GOOD, mps=dataclasses.replace(DAEMON, owner=7)), "timeslice",
      "belongs to UID 7 and this process to 1000"),
@@ -138,7 +142,7 @@ def test_the_ladder_takes_the_highest_rung_and_says_why(around: Surroundings, mo
                                                        caplog: pytest.LogCaptureFixture) -> None:
     import re
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         isolation = choose(around)
     assert isolation.mode == mode
     if reason is None:
@@ -147,6 +151,8 @@ def test_the_ladder_takes_the_highest_rung_and_says_why(around: Surroundings, mo
     else:
         assert any(re.search(reason, text) for _, text in isolation.refused), isolation.refused
         assert len(caplog.records) == 1
+        expected = (mode, around.processes) == ("green", 1)
+        assert caplog.records[0].levelno == (logging.INFO if expected else logging.WARNING)
         assert re.search(reason, caplog.text)
 
 
@@ -183,12 +189,14 @@ class FakeStream:
 
 
 class FakeSplit:
-    def __init__(self, num_slots: int, slot: int, remainder: int) -> None:
-        self.num_slots, self.slot, self.remainder = num_slots, slot, remainder
+    def __init__(self, num_slots: int, slot: int, remainder: int, refuses: str | None = None) -> None:
+        self.num_slots, self.slot, self.remainder, self._refuses = num_slots, slot, remainder, refuses
         self.made: list[tuple] = []
         self.closed = False
 
     def make(self, slots: tuple[int, ...], remainder: bool) -> Made:
+        if self._refuses:
+            raise RuntimeError(self._refuses)
         self.made.append((slots, remainder))
         return Made(100 + len(self.made), len(slots) * self.slot + (self.remainder if remainder else 0))
 
@@ -198,7 +206,8 @@ class FakeSplit:
 
 class FakeDevice:
     def __init__(self, total: int = 132, driver: int = 13000, num_slots: int | None = None,
-                 error: str | None = None) -> None:
+                 error: str | None = None, refuses: str | None = None) -> None:
+        self._refuses = refuses
         self.index, self.total_sms, self.capability, self.driver = 0, total, (9, 0), driver
         self._num_slots, self._error = num_slots, error
         self.splits: list[FakeSplit] = []
@@ -209,7 +218,8 @@ class FakeDevice:
     def split(self, slot: int) -> FakeSplit:
         if self._error:
             raise RuntimeError(self._error)
-        self.splits.append(FakeSplit(self._num_slots or self.total_sms // slot, slot, self.total_sms % slot))
+        self.splits.append(FakeSplit(self._num_slots or self.total_sms // slot, slot, self.total_sms % slot,
+                                     self._refuses))
         return self.splits[-1]
 
 
@@ -276,6 +286,7 @@ def test_layouts_must_name_the_same_roles() -> None:
     (FakeDevice(total=100), {"a": 64, "b": 64}, "together"),
     (FakeDevice(error="CUDA driver: CUDA_ERROR_NOT_SUPPORTED (801)"), {"a": 64, "b": 64}, "801"),
     (FakeDevice(num_slots=10), {"a": 64, "b": 64}, "made 10 slots"),
+    (FakeDevice(refuses="cuda.core: CUDAError: INVALID_RESOURCE_CONFIGURATION"), {"a": 64, "b": 64}, "CUDAError"),
 ])
 def test_what_the_gpu_cannot_do_is_the_next_rung_with_the_reason(device: FakeDevice, roles: dict, reason: str) -> None:
     with create(roles, device) as partitions:
@@ -305,6 +316,135 @@ def test_exclusive_roles_take_turns() -> None:
             order.append("a")
         thread.join()
     assert order == ["a", "b"]
+
+
+def test_a_turn_ends_with_the_work_also_after_an_error() -> None:
+    with create({"a": 64, "b": 64}, FakeDevice(driver=12000)) as partitions:
+        with pytest.raises(ValueError, match="mine"), partitions.role("a") as slot:
+            raise ValueError("mine")
+        assert slot.stream.synchronized
+
+
+def test_closing_gives_the_streams_back_although_work_failed() -> None:
+    device = FakeDevice()
+    partitions = create({"a": 64}, device)
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    partitions.slot("a").stream.synchronize = fail
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        partitions.close()
+    assert device.splits[0].closed
+
+
+class FakeCore:
+    """cuda.core and cuda.bindings as device.py uses them, on a GPU of 132 SMs."""
+
+    class Refused(Exception):
+        """cuda.core's CUDAError derives from Exception."""
+
+    def __init__(self, refuse_several: bool) -> None:
+        self.refuse_several, self.contexts = refuse_several, 0
+        self.resources = SimpleNamespace(sm=SimpleNamespace(split=self.split))
+
+    def split(self, options: SimpleNamespace) -> tuple[list, SimpleNamespace]:
+        return [SimpleNamespace(sm_count=n) for n in options.count], SimpleNamespace(sm_count=132 - sum(options.count))
+
+    def set_current(self) -> None: ...
+
+    def create_context(self, options: SimpleNamespace) -> SimpleNamespace:
+        if self.refuse_several and len(options.resources) > 1:
+            raise FakeCore.Refused("CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION")
+        self.contexts += 1
+        total = sum(r.sm_count for r in options.resources)
+        return SimpleNamespace(create_stream=lambda: SimpleNamespace(handle=70 + self.contexts, close=lambda: None),
+                               resources=SimpleNamespace(sm=SimpleNamespace(sm_count=total)), close=self._closed)
+
+    def _closed(self) -> None:
+        self.contexts -= 1
+
+
+def fake_driver() -> SimpleNamespace:
+    def resource(count: int) -> SimpleNamespace:
+        return SimpleNamespace(type=1, sm=SimpleNamespace(smCount=count))
+
+    return SimpleNamespace(
+        CUdevResourceType=SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1),
+        cuDeviceGet=lambda index: (0, index), cuDeviceGetDevResource=lambda device, kind: (0, resource(132)),
+        cuDevSmResourceSplitByCount=lambda count, whole, flags, least:
+            (0, [resource(least) for _ in range(count)], count, resource(whole.sm.smCount - count * least)),
+        cuDevResourceGenerateDesc=lambda resources, count: (0, sum(r.sm.smCount for r in resources)),
+        cuGreenCtxCreate=lambda descriptor, device, flags: (0, descriptor),
+        cuGreenCtxStreamCreate=lambda context, flags, priority: (0, 900 + context),
+        cuGreenCtxGetDevResource=lambda context, kind: (0, resource(context)),
+        cuStreamDestroy=lambda stream: (0,), cuGreenCtxDestroy=lambda context: (0,),
+        cuDriverGetVersion=lambda: (0, 13000))
+
+
+@pytest.fixture
+def cuda_python(monkeypatch: pytest.MonkeyPatch):
+    """Installs a pretended cuda-python and an H200; call it with whether cuda.core refuses several groups in one."""
+    def install(refuse_several: bool) -> CudaDevice:
+        core = FakeCore(refuse_several)
+        monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=fake_driver()))
+        monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(
+            ContextOptions=SimpleNamespace, SMResourceOptions=SimpleNamespace, Device=lambda index: core))
+        properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+        return CudaDevice()
+    return install
+
+
+@pytest.mark.parametrize(("refuse_several", "interface"), [(False, "cuda.core"), (True, "cuda.bindings")])
+def test_bindings_take_over_where_cuda_core_refuses_to_combine_groups(cuda_python, refuse_several: bool,
+                                                                      interface: str) -> None:
+    device = cuda_python(refuse_several)
+    assert (device.total_sms, device.capability, device.driver) == (132, (9, 0), 13000)
+    split = device.split(8)
+    assert split.interface == interface
+    assert (split.num_slots, split.remainder) == (16, 4)
+    assert split.make(tuple(range(12)), False).num_sms == 96
+    assert split.make((12, 13, 14, 15), True).num_sms == 36
+    with Partitions.create({"rollout": 96, "reward": 36}, device=device, mps=NO_MPS, streams=FakeStream) as partitions:
+        assert partitions.isolation_mode == "green"
+        assert partitions.slot("reward").num_sms == 36
+
+
+def test_an_error_of_cuda_core_is_one_that_the_ladder_knows(cuda_python, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = cuda_python(False).split(8)
+    assert split.interface == "cuda.core"
+    monkeypatch.setattr(split._device, "refuse_several", True)
+    with pytest.raises(RuntimeError, match=r"cuda\.core: Refused: CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION"):
+        split.make((0, 1), False)
+
+
+def test_a_gpu_that_cannot_be_reached_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA_ERROR_MPS_CONNECTION_FAILED (805)")
+
+    monkeypatch.setattr("flowmill_kernels.partition.partitions.CudaDevice", fail)
+    with Partitions.create({"a": 64}, mps=NO_MPS) as partitions:
+        assert partitions.isolation_mode == "cpu"
+        assert all("805" in reason for _, reason in partitions.isolation.refused)
+
+
+def test_streams_are_made_for_the_devices_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple] = []
+
+    def external(handle: int, device: int) -> FakeStream:
+        made.append((handle, device))
+        return FakeStream(handle)
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    device = FakeDevice()
+    device.index = 3
+    with Partitions.create({"a": 64}, device=device, mps=NO_MPS):  # type: ignore[arg-type]
+        assert made == [(101, 3)]
 
 
 def test_without_a_gpu_roles_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,12 @@ class CudaDevice:
         errors = []
         for kind in (_CoreSplit, _BindingsSplit):
             try:
-                return kind(self.index, slot, self.total_sms)
+                split = kind(self.index, slot, self.total_sms)
+                # An interface may split and then refuse several groups, or the remainder, in one context: ask now,
+                # while the other interface can still take over.
+                split.make(tuple(range(min(2, split.num_slots))), split.remainder > 0)
+                split.close()
+                return split
             except Exception as error:  # a driver may know one interface and not the other
                 errors.append(f"{kind.interface}: {type(error).__name__}: {error}")
         raise RuntimeError("SMs could not be split: " + "; ".join(errors))
@@ -129,10 +134,13 @@ class _CoreSplit:
         resources = [self._groups[i] for i in slots]
         if remainder and self.remainder:
             resources.append(self._rest)
-        context = self._device.create_context(self._options(resources=resources))
-        stream = context.create_stream()
-        self._kept.append((context, stream))
-        return Made(int(stream.handle), int(context.resources.sm.sm_count))
+        try:
+            context = self._device.create_context(self._options(resources=resources))
+            stream = context.create_stream()
+            self._kept.append((context, stream))
+            return Made(int(stream.handle), int(context.resources.sm.sm_count))
+        except Exception as error:  # cuda.core's CUDAError is no RuntimeError
+            raise RuntimeError(f"cuda.core: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         for context, stream in reversed(self._kept):

@@ -2,7 +2,8 @@
 
 A torch operation that is dispatched while torch's current stream is none of the partitions' is reported with its call
 site. Launches that do not go through torch's dispatcher (a Triton kernel called by hand) are seen only as far as the
-tensors they make are torch's.
+tensors they make are torch's. A guard sees the thread that entered it: every thread
+enters its own. Where SMs are not partitioned there is nothing to guard, and it lets everything pass.
 """
 
 import traceback
@@ -39,7 +40,7 @@ class StreamGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Views launch nothing; neither does asking for a size.
-        if not func.is_view and self._touches_gpu(args, kwargs):
+        if not getattr(func, "is_view", False) and self._touches_gpu(args, kwargs):
             allowed = self._partitions.streams()
             if allowed and self._current() not in allowed:
                 place = _call_site()

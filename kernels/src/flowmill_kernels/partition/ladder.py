@@ -48,6 +48,8 @@ class Surroundings:
     uid: int = 0
     partition_error: str | None = None
     """Why the roles do not fit the GPU, if they do not."""
+    gpu_error: str | None = None
+    """Why there is no GPU, if more is known than that none is visible."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _green_reason(around: Surroundings) -> str | None:
     if around.driver < GREEN_DRIVER:
         return (f"the driver is CUDA {around.driver // 1000}.{around.driver % 1000 // 10}; SM partitions need "
                 f"{GREEN_DRIVER // 1000}.{GREEN_DRIVER % 1000 // 10} or newer")
-    if around.mps is not None and around.mps.thread_percentage is not None:
+    if around.mps is not None and around.mps.present and around.mps.thread_percentage is not None:
         return ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set, and green contexts then fail (error 915); unset it, the "
                 "partitions take its place")
     return around.partition_error
@@ -107,11 +109,13 @@ def choose(around: Surroundings) -> Isolation:
 
     def settle(mode: IsolationMode) -> Isolation:
         isolation = Isolation(mode, tuple(refused))
-        logging.getLogger(__name__).warning("%s", isolation) if refused else None
+        if refused:
+            expected = mode == "green" and around.processes < 2
+            logging.getLogger(__name__).log(logging.INFO if expected else logging.WARNING, "%s", isolation)
         return isolation
 
     if not around.gpu:
-        refused.extend((mode, "no NVIDIA GPU is visible") for mode in RUNGS[:-1])
+        refused.extend((mode, around.gpu_error or "no NVIDIA GPU is visible") for mode in RUNGS[:-1])
         return settle("cpu")
     mps, green = _mps_reason(around), _green_reason(around)
     if mps is None and green is None:

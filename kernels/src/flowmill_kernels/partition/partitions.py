@@ -46,6 +46,7 @@ class Partitions:
         self._turn = threading.RLock()  # `exclusive`: roles take turns
         self._inside: dict[str, int] = {}
         self._graphs: dict[tuple[str, str, Any], Any] = {}
+        self._capturing = threading.Lock()
         self._closed = False
 
     @staticmethod
@@ -66,14 +67,15 @@ class Partitions:
                 driver, no MPS daemon) is no error: the next rung holds, and `isolation` says why.
         """
         layouts = _layouts(roles)
+        missing = None
         if device is None:
             try:
                 device = CudaDevice()
-            except RuntimeError:
-                device = None
+            except RuntimeError as error:  # also a GPU that is there and cannot be reached (another UID's MPS daemon)
+                missing = str(error)
         names = [role.name for role in next(iter(layouts.values()))]
         around = Surroundings(device is not None, 0 if device is None else device.driver, processes,
-                              find_mps() if mps is None else mps, os.getuid())
+                              find_mps() if mps is None else mps, os.getuid(), gpu_error=missing)
         if device is None:
             isolation = choose(around)
             slots = {layout: {name: Slot(name, 1, None, isolation.mode) for name in names} for layout in layouts}
@@ -84,7 +86,8 @@ class Partitions:
             plans = {name: plan(given, device.total_sms, grain) for name, given in layouts.items()}
         except PartitionError as too_much:
             error = str(too_much)
-        make = _external_stream if streams is None else streams
+        place = device.index
+        make = (lambda handle: _external_stream(handle, place)) if streams is None else streams
         isolation = choose(_with_error(around, error))
         slots = {}
         if isolation.mode in ("mps+green", "green"):
@@ -135,9 +138,11 @@ class Partitions:
                 self._inside[role] = self._inside.get(role, 0) + 1
             try:
                 with _current(slot.stream):
-                    yield slot
-                    if turn is not None and slot.stream is not None:
-                        slot.stream.synchronize()  # the turn ends when the work does
+                    try:
+                        yield slot
+                    finally:
+                        if turn is not None and slot.stream is not None:
+                            slot.stream.synchronize()  # the turn ends when the work does, also after an error
             finally:
                 with self._lock:
                     self._inside[role] -= 1
@@ -175,6 +180,8 @@ class Partitions:
         Args:
             key: Names the work; the same key must mean the same kernels on the same tensors.
             work: Launches kernels on tensors that stay where they are; its result is what every replay writes again.
+                The first call runs it twice (once to compile, once as the graph), so it must not add to its own
+                inputs, and must not wait for the GPU.
 
         Returns:
             work's result (static tensors).
@@ -184,17 +191,17 @@ class Partitions:
                 return work()
             import torch
 
-            with self._lock:
-                found = self._graphs.get((self._layout, role, key))
-            if found is None:
-                work()  # compiles and allocates outside of the capture
-                slot.stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=slot.stream):
-                    result = work()
-                found = graph, result
-                with self._lock:
-                    self._graphs[(self._layout, role, key)] = found
+            name = (self._layout, role, key)
+            with self._capturing:
+                found = self._graphs.get(name)
+                if found is None:
+                    work()  # compiles and allocates outside of the capture
+                    slot.stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    # thread_local: with the default, a cudaMalloc in another role's thread would break the capture.
+                    with torch.cuda.graph(graph, stream=slot.stream, capture_error_mode="thread_local"):
+                        result = work()
+                    found = self._graphs[name] = graph, result
             found[0].replay()
             return found[1]
 
@@ -207,12 +214,14 @@ class Partitions:
             if busy:
                 raise RuntimeError(f"close() while {', '.join(busy)} is entered; leave it first")
             self._closed = True
-            for layout in self._slots.values():
-                for slot in layout.values():
-                    if slot.stream is not None:
-                        slot.stream.synchronize()
-            self._graphs.clear()
-            self._close()
+            try:
+                for layout in self._slots.values():
+                    for slot in layout.values():
+                        if slot.stream is not None:
+                            slot.stream.synchronize()
+            finally:  # failed work must not keep the streams
+                self._graphs.clear()
+                self._close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -271,10 +280,11 @@ def _make(plans: dict[str, Plan], split: Any, mode: IsolationMode, make: Callabl
     return slots
 
 
-def _external_stream(handle: int) -> Any:
+def _external_stream(handle: int, device: int) -> Any:
     import torch
 
-    return torch.cuda.ExternalStream(handle) if handle else torch.cuda.Stream()
+    # With the device: left out it is torch's current one, and entering the stream would change to that.
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.Stream(device=device)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class Granularity:
         return -(-self.minimum // self.alignment) * self.alignment
 
 
-# CUDA driver API, group Green Contexts: "guideline for each compute architecture"; the device's own figures win.
+# CUDA driver API, group Green Contexts: "guideline for each compute architecture". What a driver makes
+# of it is checked in device.py.
 _BY_MAJOR = {6: Granularity(1, 1), 7: Granularity(2, 2), 8: Granularity(4, 2)}
 
 
