@@ -381,6 +381,17 @@ def test_adapters_that_would_break_the_promise_are_refused(trouble: str) -> None
         run(model, inputs)
 
 
+def test_dropout_in_training_is_refused_also_when_it_is_switched_on_later() -> None:
+    model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():
+        run(model, inputs)
+        model.transformer_blocks[1].ff.net[1].p = 0.1
+        run(model, inputs)
+        model.train()
+        with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
+            run(model, inputs)
+
+
 def test_disabled_adapters_are_not_computed() -> None:
     model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
     with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():

@@ -9,6 +9,7 @@ replaced one by one (`leaf_forward`).
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +67,15 @@ def layer_of(module: Any) -> Layer:
     return Layer(base.weight, base.bias, down.weight, up.weight, float(module.scaling[name]))
 
 
+_DROPOUTS: "WeakKeyDictionary[nn.Module, list[nn.Dropout]]" = WeakKeyDictionary()
+
+
 def _check_dropout(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout) and part.p > 0 and part.training:
+    found = _DROPOUTS.get(module)
+    if found is None:  # walking a block's modules at every call would cost the host half a millisecond
+        found = _DROPOUTS[module] = [part for part in module.modules() if isinstance(part, nn.Dropout)]
+    for part in found:
+        if part.p > 0 and part.training:
             raise UnsupportedError(f"{kind(module)} has dropout {part.p} in training mode; rollout and training would "
                                    "differ: set it to 0")
 
