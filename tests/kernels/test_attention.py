@@ -1,5 +1,8 @@
 """Attention: right against fp64, and what it promises: run, batch, position, padding, decode = prefill."""
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from flowmill_kernels import GUARANTEES, assert_bitwise_equal, attention, relative_frobenius_error
@@ -42,8 +45,8 @@ def exact(qs: list[Tensor], ks: list[Tensor], vs: list[Tensor], lengths: list[Te
     return list(out.split([t.shape[1] for t in qs], 1))
 
 
-def call(place: Place, q, k, v, **more):
-    return attention(q, k, v, num_sms=SMS, backend=place[1], **more)
+def call(place: Place, q, k, v, *, num_sms: int = SMS, **more) -> Any:
+    return attention(q, k, v, num_sms=num_sms, backend=place[1], **more)  # type: ignore[arg-type]
 
 
 @PLACES
@@ -96,6 +99,8 @@ def test_a_samples_bits_do_not_depend_on_the_batch(with_lengths: bool, place: Pl
     for rows in ([0, 1, 2], [0], [2, 1]):
         for ours, whole in zip(joint(place, qs, ks, vs, weights, rows, lengths), base, strict=True):
             assert_bitwise_equal(ours, whole[rows])
+    for ours, whole in zip(joint(place, qs, ks, vs, weights, [0, 1, 2], lengths, num_sms=7), base, strict=True):
+        assert_bitwise_equal(ours, whole)
     with torch.no_grad():
         chosen = None if lengths is None else (None, lengths)
         for ours, whole in zip(call(place, tuple(qs), tuple(ks), tuple(vs), lengths=chosen), base, strict=False):
@@ -121,6 +126,24 @@ def test_padding_changes_no_bit(place: Place) -> None:
         assert_bitwise_equal(ours[:, :whole.shape[1]], whole)
     for gradient in more[2:]:
         assert gradient[:, text:].eq(0).all() or gradient.shape[1] == image
+
+
+@PLACES
+def test_a_heads_bits_do_not_depend_on_its_position(place: Place) -> None:
+    _, _, _, image, text = sizes(place)
+    qs, ks, vs, weights = (make(place, image, text) for _ in range(4))
+    base = joint(place, qs, ks, vs, weights, [0, 1, 2], None)
+    turned = [[t.flip(2) for t in ts] for ts in (qs, ks, vs, weights)]
+    for ours, whole in zip(joint(place, *turned, [0, 1, 2], None), base, strict=True):
+        assert_bitwise_equal(ours.flip(2), whole)
+
+
+@PLACES
+def test_lengths_that_are_too_long_or_negative_count_as_all_keys_or_none(place: Place) -> None:
+    _, _, _, image, text = sizes(place)
+    q, k, v = make(place, image, text, text)
+    odd, plain = (torch.tensor(n, dtype=torch.int32, device=place[0]) for n in ([text + 9, -4, 2], [text, 0, 2]))
+    assert_bitwise_equal(call(place, q, k, v, lengths=odd), call(place, q, k, v, lengths=plain))
 
 
 @PLACES
@@ -186,6 +209,7 @@ def test_every_head_size_works_on_a_gpu(dims: int, gpu: torch.device) -> None:
 def test_the_queries_a_program_takes_are_no_part_of_the_bits(gpu: torch.device,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     from flowmill_kernels import triton_attention
+    from flowmill_kernels.triton_backend import hopper_kernels
 
     place: Place = ("cuda", "auto", torch.bfloat16)
     qs, ks, vs, weights = (make(place, 201, 77) for _ in range(4))
@@ -193,9 +217,45 @@ def test_the_queries_a_program_takes_are_no_part_of_the_bits(gpu: torch.device,
     m, n, _, stages = triton_attention.FORWARD[64]
     monkeypatch.setitem(triton_attention.FORWARD, 64, (m // 2, n, 4, stages))
     m, n, _, stages = triton_attention.BACKWARD_KEYS[64]
-    monkeypatch.setitem(triton_attention.BACKWARD_KEYS, 64, (m, n // 2, 4, stages))
+    monkeypatch.setitem(triton_attention.BACKWARD_KEYS, 64, (m, n * 2, 8, 2))
+    if hopper_kernels(gpu) is not None:
+        from flowmill_kernels import hopper_attention
+
+        groups, n, stages, _ = hopper_attention.FORWARD[64]
+        assert groups == 3
+        monkeypatch.setitem(hopper_attention.FORWARD, 64, (2, n, stages, 240))
     for ours, whole in zip(joint(place, qs, ks, vs, weights, [0, 1, 2], None), base, strict=True):
         assert_bitwise_equal(ours, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "gluon"), [(128, False), (64, True), (128, True)])
+def test_other_kernels_keep_the_same_promises(dims: int, gluon: bool, gpu: torch.device,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 and the Gluon kernels: everything that heads of 64 are tested for."""
+    from flowmill_kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "USE_GLUON", gluon)
+    triton_attention._specialized.cache_clear()
+    monkeypatch.setattr(sys.modules[__name__], "sizes", lambda _: (3, 2, dims, 201, 77))
+    try:
+        _check_promises()
+    finally:
+        triton_attention._specialized.cache_clear()
+
+
+def _check_promises() -> None:
+    place: Place = ("cuda", "auto", torch.bfloat16)
+    for form in ("full", "joint", "cross", "causal", "joint_lengths"):
+        test_forward_and_gradients_match_fp64(form, place)
+    for with_lengths in (False, True):
+        test_a_samples_bits_do_not_depend_on_the_batch(with_lengths, place)
+    test_padding_changes_no_bit(place)
+    test_a_heads_bits_do_not_depend_on_its_position(place)
+    for queries in (1, 3):
+        test_decoding_from_a_cache_gives_prefills_bits(queries, place)
+    test_slices_of_a_packed_projection_give_the_same_bits(place)
+    test_a_sample_without_keys_gives_zeros(place)
 
 
 @pytest.mark.gpu
