@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
+TRITON  = $(VENV)/triton
 RUN     = $(BIN)/pyflyte run workflows/flowgrpo.py flowgrpo
 
-.PHONY: demo smoke test test-slow lint ui pretrain demo-study env clean help
+.PHONY: demo smoke test test-slow test-interpreter lint ui pretrain demo-study env clean help
 
 help:            ## Show this list
-	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 env: $(STAMP)    ## Make the environment from requirements.lock
 
@@ -29,6 +30,14 @@ test: env        ## Run the default tests
 
 test-slow: env   ## Run the slow tests too (minutes; the browser test needs Chromium)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not (gpu or cluster)'
+
+# Beside the environment: CPU users need no triton, and its interpreter wants a numpy of its own.
+$(TRITON)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(TRITON) triton==3.6.0 numpy==2.3.5
+	touch $@
+
+test-interpreter: $(TRITON)/.installed ## Run the GPU kernels' tests in Triton's interpreter, without a GPU
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels -k interpreter
 
 lint: env        ## Check style and types
 	$(BIN)/ruff check .
