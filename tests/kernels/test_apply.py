@@ -423,7 +423,20 @@ def test_on_a_gpu_rollout_and_training_agree_at_every_batch_size(family: str, gp
     exact = build(family, torch.float32, gpu)
     add_lora(exact, family)
     with torch.no_grad():
-        assert relative_frobenius_error(out, run(exact, to(inputs, gpu, torch.float32))) < 0.05
+        want, own = run(exact, to(inputs, gpu, torch.float32)), run(model, inputs)
+    # The models round their timesteps to bf16, which is most of the error; ours adds no more than their own arithmetic.
+    assert relative_frobenius_error(out, want) < 1.1 * relative_frobenius_error(own, want) + 2e-3
+
+
+@families
+def test_in_bf16_outputs_are_as_close_as_the_models_own(family: str) -> None:
+    model, inputs = build(family, torch.bfloat16), to(FAMILIES[family].inputs(2), "cpu", torch.bfloat16)
+    exact = build(family)
+    with torch.no_grad():
+        want, own = run(exact, to(inputs, "cpu", torch.float32)), run(model, inputs)
+        with apply_kernels(model, "consistent", num_sms=SMS):
+            ours = run(model, inputs)
+    assert relative_frobenius_error(ours, want) < 1.1 * relative_frobenius_error(own, want) + 2e-3
 
 
 @pytest.mark.gpu
