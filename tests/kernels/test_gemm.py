@@ -22,7 +22,9 @@ from flowmill_kernels import (
     segment_range,
     wgrad,
 )
-from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, tile_for, tree_tile_for
+from flowmill_kernels.elementwise import gelu_tanh
+from flowmill_kernels.gemm import _rows
+from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, TREE_AHEAD, tile_for, tree_tile_for
 from flowmill_kernels.schemes import Scheme, combine, consistent_scheme, tp_scheme, tree_sum
 from flowmill_kernels.shapes import NARROW_SHAPES, ROWS, SHAPES, SM_COUNTS, TINY_SHAPES, Shape
 
@@ -218,7 +220,7 @@ def test_wrong_dtypes_are_refused() -> None:
         gemm_nt(x.double(), w.double(), num_sms=1)
     with pytest.raises(TypeError, match=r"bias is torch\.float64"):
         gemm_nt(x, w, torch.zeros(8, dtype=torch.float64), num_sms=1)
-    with pytest.raises(TypeError, match="out must be contiguous"):
+    with pytest.raises(TypeError, match=r"out must be torch\.bfloat16, contiguous or a column slice"):
         gemm_nt(x, w, num_sms=1, out=torch.empty(4, 8))
 
 
@@ -262,6 +264,86 @@ def test_layouts_that_are_not_contiguous_give_the_same_bits() -> None:
     assert_bitwise_equal(gemm_nt(x.T.contiguous().T, w.T.contiguous().T, num_sms=1), base)
     assert_bitwise_equal(gemm_nt(x.view(3, 4, 128), w, num_sms=1), base.view(3, 4, 24))
     assert_bitwise_equal(gemm_nt(x[:1].expand(4, -1), w, num_sms=1), base[:1].expand(4, -1))
+
+
+def check_column_slices(device: torch.device, dtype: torch.dtype, backend: str, shape: Shape, **options: object
+                        ) -> None:
+    """x, dy, residual and out may be columns of a wider tensor: the same bits, no copy, and the rest is left alone."""
+    batch, (rows, n, k) = 3, shape
+    x, w = operands(Shape(batch * rows, n, k), device, dtype)
+    x = x.view(batch, rows, k)
+    residual = torch.randn(batch, rows, n, device=device).to(dtype)
+    common = {"num_sms": 2, "backend": backend, **options}
+    base = gemm_nt(x, w, residual=residual, **common)
+    for width, start in ((3, 1), (3, 2), (2, 0)):
+        wide_x = x.repeat(1, 1, width)
+        piece = wide_x[..., start * k : (start + 1) * k]
+        assert _rows(piece, k).data_ptr() == piece.data_ptr()
+        wide_residual = residual.repeat(1, 1, width)
+        columns = slice(start * n, (start + 1) * n)
+        out = torch.full((batch, rows, width * n), 7.0, device=device, dtype=dtype)
+        returned = gemm_nt(piece, w, residual=wide_residual[..., columns], out=out[..., columns], **common)
+        assert returned.data_ptr() == out[..., columns].data_ptr()
+        assert_bitwise_equal(out[..., columns], base)
+        out[..., columns] = 7.0
+        assert torch.equal(out, torch.full_like(out, 7.0))
+    dx = gemm_nn(base, w, **common)
+    wide = torch.full((batch, rows, n + 8), 7.0, device=device, dtype=dtype)
+    wide[..., :n] = base
+    assert_bitwise_equal(gemm_nn(wide[..., :n], w, **common), dx)
+
+
+def test_column_slices_on_the_cpu() -> None:
+    check_column_slices(CPU, torch.bfloat16, "auto", Shape(4, 24, 48))
+    check_column_slices(CPU, torch.bfloat16, "auto", Shape(1, 128, 128), mode="tp_invariant")
+
+
+@interpreter
+@pytest.mark.parametrize("n", [24, 36])  # 36: rows of out that TMA cannot take
+def test_column_slices_in_the_interpreter(n: int) -> None:
+    check_column_slices(CPU, torch.float16, "triton", Shape(5, n, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [Shape(700, 1536, 1536), Shape(20, 1536, 1536), Shape(700, 64, 1536),
+                                   Shape(300, 36, 128)], ids=str)
+def test_column_slices_on_a_gpu(shape: Shape, gpu: torch.device) -> None:
+    check_column_slices(gpu, torch.bfloat16, "auto", shape)
+
+
+def test_outputs_that_are_no_rows_are_refused() -> None:
+    x, w = operands(Shape(6, 8, 128))
+    x = x.view(2, 3, 128)
+    for out in (x.new_empty(2, 3, 16)[..., ::2], x.new_empty(3, 2, 8).transpose(0, 1), x.new_empty(2, 8, 3).mT,
+                x.new_empty(2, 1, 8).expand(2, 3, 8)):
+        with pytest.raises(TypeError, match="contiguous or a column slice"):
+            gemm_nt(x, w, num_sms=1, out=out)
+
+
+def check_activation(device: torch.device, dtype: torch.dtype, backend: str, shape: Shape) -> None:
+    """The fused activation has the bits of a pass of its own over the stored sum."""
+    x, w = operands(shape, device, dtype)
+    bias = torch.randn(shape.n, device=device).to(dtype)
+    for mode in MODES:
+        common = {"mode": mode, "num_sms": 4, "backend": backend}
+        fused = gemm_nt(x, w, bias, activation="gelu_tanh", **common)
+        assert_bitwise_equal(fused, gelu_tanh(gemm_nt(x, w, bias, **common), backend=backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_activation_has_the_bits_of_a_separate_one_on_the_cpu(dtype: torch.dtype) -> None:
+    check_activation(CPU, dtype, "auto", Shape(19, 40, 128))
+
+
+@interpreter
+def test_a_fused_activation_has_the_bits_of_a_separate_one_in_the_interpreter() -> None:
+    check_activation(CPU, torch.float16, "triton", Shape(19, 40, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [19, 300, 1000, 3000])
+def test_a_fused_activation_has_the_bits_of_a_separate_one_on_a_gpu(m: int, gpu: torch.device) -> None:
+    check_activation(gpu, torch.bfloat16, "auto", Shape(m, 1536, 768))
 
 
 def test_zero_rows_give_zero_rows() -> None:
@@ -349,6 +431,24 @@ def test_gpu_every_tile_spread_and_load_gives_the_same_bits(gpu: torch.device, s
         plans += [dataclasses.replace(plan, loads="pointer", tile=CATALOGUE["narrow"], spread=False)]
         for other in plans:
             assert_bitwise_equal(gemm_nt(x, w, num_sms=96, schedule=other, **end), base)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("shape", [Shape(3000, 1536, 1536), Shape(577, 264, 3072), Shape(130, 3072, 1024)], ids=str)
+def test_gpu_products_started_ahead_change_no_bit(gpu: torch.device, shape: Shape, blocks: int) -> None:
+    x, w = operands(shape, gpu)
+    bias, gate, residual = (torch.randn(s, device=gpu).to(x) for s in ((shape.n,), (2, shape.n), (shape.m, shape.n)))
+    x, residual = x[: shape.m // 2 * 2], residual[: shape.m // 2 * 2]
+    plan = dataclasses.replace(gemm_nt_schedule(*shape, mode="tp_invariant"), tile=CATALOGUE["tree_split"],
+                               spread=False)
+    tile = dataclasses.replace(TREE_AHEAD, ahead=blocks)
+    for end in ({}, {"bias": bias, "activation": "gelu_tanh", "gate": gate, "residual": residual}):
+        base = gemm_nt(x, w, num_sms=132, schedule=plan, **end)
+        for sms in (132, 7):
+            y = torch.full_like(base, torch.nan)
+            gemm_nt(x, w, num_sms=sms, schedule=dataclasses.replace(plan, tile=tile), out=y, **end)
+            assert_bitwise_equal(y, base)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ replaced one by one (`leaf_forward`).
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .elementwise import gelu, gelu_tanh, layer_norm_modulate, qk_norm_rope, qk_
 from .functional import KernelOptions, Layer, linear, linears, patch_embed
 
 Forward = Callable[..., Any]
+_LAYER_NORMS = ("LayerNorm", "FP32LayerNorm")
 Rope = tuple[Tensor, Tensor]
 
 
@@ -31,7 +32,8 @@ def kind(module: nn.Module) -> str:
 
 
 def _is_lora(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+    """PEFT's plain LoRA around a layer; its other methods have other attributes or class names."""
+    return kind(module) == "Linear" and hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -45,8 +47,11 @@ def layer_of(module: Any) -> Layer:
     Raises:
         UnsupportedError: several active adapters, a variant (DoRA) or adapter dropout while training.
     """
-    if not _is_lora(module):
+    if type(module) is nn.Linear:
         return Layer(module.weight, module.bias)
+    if not is_linear(module):  # reading its .weight would leave out what the module adds to it
+        raise UnsupportedError(f"a {type(module).__module__}.{kind(module)} stands where an nn.Linear or PEFT's plain "
+                               "LoRA around one is computed; merge or remove it")
     base = module.base_layer
     active = [name for name in module.active_adapters if name in module.lora_A]
     if module.disable_adapters or module.merged or not active:
@@ -67,21 +72,38 @@ def layer_of(module: Any) -> Layer:
     return Layer(base.weight, base.bias, down.weight, up.weight, float(module.scaling[name]))
 
 
-_DROPOUTS: "WeakKeyDictionary[nn.Module, list[nn.Dropout]]" = WeakKeyDictionary()
+def _no_dropout(parts: Any) -> None:
+    """Modules that the block's own forward would call between ours: dropout that does nothing."""
+    for part in parts:
+        if isinstance(part, nn.Dropout):
+            if part.p > 0 and part.training:
+                raise UnsupportedError(f"dropout {part.p} in training mode: rollout and training would differ; set it "
+                                       "to 0")
+        elif not isinstance(part, nn.Identity):
+            raise UnsupportedError(f"a {kind(part)} stands where only dropout is expected")
 
 
-def _check_dropout(module: nn.Module) -> None:
-    found = _DROPOUTS.get(module)
-    if found is None:  # walking a block's modules at every call would cost the host half a millisecond
-        found = _DROPOUTS[module] = [part for part in module.modules() if isinstance(part, nn.Dropout)]
-    for part in found:
-        if part.p > 0 and part.training:
-            raise UnsupportedError(f"{kind(module)} has dropout {part.p} in training mode; rollout and training would "
-                                   "differ: set it to 0")
+def _out(attn: Any) -> Layer:
+    """An attention's output projection."""
+    _no_dropout(attn.to_out[1:])
+    return layer_of(attn.to_out[0])
+
+
+def _check_attention(attn: Any, *processors: str) -> None:
+    """The fused forwards are what these processors compute from separate projections, and nothing else."""
+    if kind(attn.processor) not in processors:
+        raise UnsupportedError(f"the attention processor is a {kind(attn.processor)}; the fused block computes "
+                               f"{processors[0]} alone. Set that one, or take the kernels off")
+    if getattr(attn, "fused_projections", False):
+        raise UnsupportedError("the attention's projections are fused; call unfuse_qkv_projections() first")
 
 
 def _norm_weight(norm: nn.Module | None) -> Tensor | None:
-    return None if norm is None else norm.weight  # type: ignore[return-value]
+    if norm is None:
+        return None
+    if kind(norm) != "RMSNorm":
+        raise UnsupportedError(f"a {kind(norm)} stands where a query or key norm (RMSNorm) is computed")
+    return norm.weight  # type: ignore[return-value]
 
 
 def _norm_eps(norm: Any, dtype: torch.dtype) -> float:
@@ -116,6 +138,8 @@ def _attend(options: KernelOptions, q: Any, k: Any, v: Any, lengths: Any = None)
 
 def _modulate(options: KernelOptions, norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """(modulated rows, x): x comes back for the residual, so that its gradients are added inside the norm."""
+    if kind(norm) not in _LAYER_NORMS:
+        raise UnsupportedError(f"a {kind(norm)} stands where a LayerNorm is computed")
     return layer_norm_modulate(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps, keep=True,
                                backend=options.backend)
 
@@ -125,14 +149,16 @@ def _feed_forward_parts(ff: Any) -> tuple[nn.Module, str, nn.Module] | None:
     net = list(ff.net)
     if len(net) < 3 or kind(net[0]) != "GELU" or not is_linear(net[0].proj) or not is_linear(net[2]):
         return None
-    if any(not isinstance(part, nn.Dropout) for part in (net[1], *net[3:])):
+    if any(not isinstance(part, nn.Dropout | nn.Identity) for part in (net[1], *net[3:])):
         return None
     return net[0].proj, net[0].approximate, net[2]
 
 
 def _feed_forward(options: KernelOptions, ff: nn.Module, x: Tensor, gate: Tensor | None, residual: Tensor) -> Tensor:
     """residual + gate * second(gelu(first(x)))."""
-    first, approximate, second = _feed_forward_parts(ff)  # type: ignore[misc]
+    net = ff.net
+    first, approximate, second = net[0].proj, net[0].approximate, net[2]  # type: ignore[index]
+    _no_dropout([net[1], *net[3:]])  # type: ignore[index]
     if approximate == "tanh":
         h = linear(x, layer_of(first), options=options, activation="gelu_tanh")
     else:
@@ -149,11 +175,11 @@ def _refuse(block: nn.Module, **given: Any) -> None:
     """Arguments that change the block's mathematics and are not covered: an error rather than other bits."""
     for name, value in given.items():
         if value is not None and value != {}:
-            raise UnsupportedError(f"{kind(block)} with kernels applied got {name}={value!r}, which they do not "
+            given_keys = f" with {', '.join(value)}" if isinstance(value, dict) else ""
+            raise UnsupportedError(f"{kind(block)} with kernels applied got {name}{given_keys}, which they do not "
                                    "compute; remove it, or take the kernels off (.remove()) for this call")
     if getattr(block, "_chunk_size", None) is not None:
         raise UnsupportedError(f"{kind(block)} has feed-forward chunking on; switch it off (disable_forward_chunking)")
-    _check_dropout(block)
 
 
 def _clip(x: Tensor) -> Tensor:
@@ -175,6 +201,7 @@ def sd3_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     """diffusers' JointTransformerBlock, with and without dual attention."""
     _refuse(block, joint_attention_kwargs=joint_attention_kwargs)
     attn, image, text = block.attn, hidden_states, encoder_hidden_states
+    _check_attention(attn, "JointAttnProcessor2_0")
     active = silu(temb, backend=options.backend)
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, *second = _conditioning(
         options, block.norm1, active, 9 if block.use_dual_attention else 6)
@@ -198,13 +225,14 @@ def sd3_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     # The last block returns no text, so its text queries are nobody's.
     queries = (qi,) if block.context_pre_only else (qi, qt)
     out = _attend(options, queries, (ki, kt), (vi, vt))
-    image = linear(out[0].flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=image)
+    image = linear(out[0].flatten(2), _out(attn), options=options, gate=gate, residual=image)
     if block.use_dual_attention:
         attn2 = block.attn2
+        _check_attention(attn2, "JointAttnProcessor2_0")
         q2, k2, v2 = _qkv(options, x2, (attn2.to_q, attn2.to_k, attn2.to_v), attn2.norm_q, attn2.norm_k,  # type: ignore[arg-type]
                           attn2.heads, None)
         out2 = _attend(options, q2, k2, v2)
-        image = linear(out2.flatten(2), layer_of(attn2.to_out[0]), options=options, gate=gate2, residual=image)
+        image = linear(out2.flatten(2), _out(attn2), options=options, gate=gate2, residual=image)
     x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
     image = _feed_forward(options, block.ff, x, gate_mlp, image)
     if block.context_pre_only:
@@ -245,6 +273,7 @@ def flux_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     """diffusers' FluxTransformerBlock; rope rows are text first, as FLUX's ids are."""
     _refuse(block, joint_attention_kwargs=joint_attention_kwargs)
     attn, image, text = block.attn, hidden_states, encoder_hidden_states
+    _check_attention(attn, "FluxAttnProcessor")
     active, rope = silu(temb, backend=options.backend), _half_rope(image_rotary_emb)
     cut = text.shape[1]
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _conditioning(options, block.norm1, active, 6)
@@ -257,7 +286,7 @@ def flux_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
                       attn.norm_added_k, attn.heads, _rope_rows(rope, 0, cut))
     out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt))
-    image = linear(out_i.flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=image)
+    image = linear(out_i.flatten(2), _out(attn), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
     x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
     image = _feed_forward(options, block.ff, x, gate_mlp, image)
@@ -271,6 +300,7 @@ def flux_single_block(block: Any, options: KernelOptions, hidden_states: Tensor,
     """diffusers' FluxSingleTransformerBlock: attention and MLP side by side over text and image together."""
     _refuse(block, joint_attention_kwargs=joint_attention_kwargs)
     attn, cut = block.attn, encoder_hidden_states.shape[1]
+    _check_attention(attn, "FluxAttnProcessor")
     joined = torch.cat((encoder_hidden_states, hidden_states), 1)
     active = silu(temb, backend=options.backend)
     shift, scale, gate = _conditioning(options, block.norm, active, 3)
@@ -296,25 +326,27 @@ def _complex_rope(freqs: Tensor) -> Rope:
     return freqs.real.float().contiguous(), freqs.imag.float().contiguous()
 
 
-_PREFIX_MASK: list[tuple[Tensor, int, Tensor]] = []  # the last mask checked: a forward asks once a block
+_CHECKED: list[tuple[Any, int | None]] = []  # the last mask looked at: a forward asks once a block
 
 
 def _prefix_lengths(mask: Tensor) -> Tensor:
     """int32 [B]: how many leading tokens a boolean mask [B, T] keeps.
 
     Raises:
-        UnsupportedError: for a mask with a hole. Looking costs one wait for the GPU a forward.
+        UnsupportedError: for a mask with a hole. Looking costs one wait for the GPU a forward; in a CUDA graph's
+            capture nothing can be looked at, so the warm-up before it is what looks.
     """
-    for seen, version, lengths in _PREFIX_MASK:
-        if seen is mask and version == mask._version:
-            return lengths
     keep = mask.bool()
     lengths = keep.sum(1, dtype=torch.int32)
-    expected = torch.arange(mask.shape[1], device=mask.device)[None] < lengths[:, None]
-    if not torch.equal(keep, expected):
+    version = None if mask.is_inference() else mask._version
+    if any(seen() is mask and at == version for seen, at in _CHECKED):
+        return lengths
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return lengths
+    if not torch.equal(keep, torch.arange(mask.shape[1], device=mask.device)[None] < lengths[:, None]):
         raise UnsupportedError("encoder_hidden_states_mask keeps tokens behind a masked one; the kernels take prompts "
                                "that are padded at the end")
-    _PREFIX_MASK[:] = [(mask, mask._version, lengths)]
+    _CHECKED[:] = [(ref(mask), version)]
     return lengths
 
 
@@ -324,6 +356,7 @@ def qwen_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     """diffusers' QwenImageTransformerBlock; prompts padded at the end never reach another token's bits."""
     _refuse(block, joint_attention_kwargs=joint_attention_kwargs, modulate_index=modulate_index)
     attn, image, text = block.attn, hidden_states, encoder_hidden_states
+    _check_attention(attn, "QwenDoubleStreamAttnProcessor2_0")
     active = silu(temb, backend=options.backend)
     shift, scale, gate, shift2, scale2, gate2 = linear(active, layer_of(block.img_mod[1]), options=options).chunk(6, 1)
     c_shift, c_scale, c_gate, c_shift2, c_scale2, c_gate2 = linear(active, layer_of(block.txt_mod[1]),
@@ -336,7 +369,7 @@ def qwen_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
                       attn.norm_added_k, attn.heads, text_rope)
     lengths = None if encoder_hidden_states_mask is None else (None, _prefix_lengths(encoder_hidden_states_mask))
     out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt), lengths)
-    image = linear(out_i.flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=image)
+    image = linear(out_i.flatten(2), _out(attn), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
     x, image = _modulate(options, block.img_norm2, image, scale2, shift2)
     image = _feed_forward(options, block.img_mlp, x, gate2, image)
@@ -360,6 +393,8 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
         raise UnsupportedError(f"{kind(block)} with kernels applied needs temb [B, 6, C], got {tuple(temb.shape)}: one "
                                "timestep a token (Wan 2.2 TI2V) is not computed here")
     _refuse(block)
+    for one in (block.attn1, block.attn2):
+        _check_attention(one, "WanAttnProcessor", "WanAttnProcessor2_0")
     x = hidden_states
     # fp32 like the table: elementwise, so no order of summation.
     shift, scale, gate, shift2, scale2, gate2 = (block.scale_shift_table + temb.float()).unbind(1)
@@ -377,7 +412,7 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     q, k, v = linears(y, [layer_of(p) for p in (attn.to_q, attn.to_k, attn.to_v)], options=options)
     q, k = normed(attn, attn.norm_q, q, rope), normed(attn, attn.norm_k, k, rope)
     out = _attend(options, q, k, _heads(v, attn.heads))
-    x = linear(out.flatten(2), layer_of(attn.to_out[0]), options=options, gate=gate, residual=x)
+    x = linear(out.flatten(2), _out(attn), options=options, gate=gate, residual=x)
 
     attn = block.attn2
     y = x
@@ -389,7 +424,7 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
     k, v = linears(encoder_hidden_states, [layer_of(p) for p in (attn.to_k, attn.to_v)], options=options)
     q, k = normed(attn, attn.norm_q, q, None), normed(attn, attn.norm_k, k, None)
     out = _attend(options, q, k, _heads(v, attn.heads))
-    x = linear(out.flatten(2), layer_of(attn.to_out[0]), options=options, residual=x)
+    x = linear(out.flatten(2), _out(attn), options=options, residual=x)
 
     y, x = _modulate(options, block.norm3, x, scale2, shift2)
     return _feed_forward(options, block.ffn, y, gate2, x)
@@ -398,7 +433,7 @@ def wan_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
 # The last norm -----------------------------------------------------------------------------------------------------
 
 def _covers_norm_out(module: Any) -> bool:
-    return type(module.norm).__name__ in ("LayerNorm", "FP32LayerNorm") and is_linear(module.linear)
+    return kind(module.norm) in _LAYER_NORMS and is_linear(module.linear)
 
 
 def norm_out(module: Any, options: KernelOptions, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
@@ -422,7 +457,14 @@ BLOCKS: dict[str, tuple[Callable[[Any], bool], Forward]] = {
 # Single modules ----------------------------------------------------------------------------------------------------
 
 def linear_forward(module: Any, options: KernelOptions, x: Tensor) -> Tensor:
+    if x.dim() == 1:
+        return linear(x[None], layer_of(module), options=options)[0]
     return linear(x, layer_of(module), options=options)
+
+
+def dropout_forward(module: Any, options: KernelOptions, x: Tensor) -> Tensor:
+    _no_dropout([module])
+    return x
 
 
 def conv_forward(module: Any, options: KernelOptions, x: Tensor) -> Tensor:
@@ -430,13 +472,16 @@ def conv_forward(module: Any, options: KernelOptions, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     patch = module.kernel_size
+    if x.dim() != 2 + len(patch):
+        raise UnsupportedError(f"{kind(module)} with kernels applied takes a batch [B, C, ...], got {tuple(x.shape)}")
+    x = x[(..., *(slice(0, size // p * p) for size, p in zip(x.shape[2:], patch, strict=True)))]  # as torch floors
     layer = Layer(module.weight.flatten(1), module.bias)
     grid = [size // p for size, p in zip(x.shape[2:], patch, strict=True)]
     return patch_embed(x, layer, patch, options=options).transpose(1, 2).unflatten(2, grid)
 
 
 def layer_norm_forward(module: Any, options: KernelOptions, x: Tensor) -> Tensor:
-    rows = x if x.dim() == 3 else x.reshape(x.shape[0], -1, x.shape[-1])
+    rows = x[None, None] if x.dim() == 1 else x[:, None].flatten(1, -2)
     return layer_norm_modulate(rows, None, None, weight=module.weight, bias=module.bias, eps=module.eps,  # type: ignore[union-attr]
                                backend=options.backend).view(x.shape)
 
@@ -470,7 +515,8 @@ def leaf_forward(module: nn.Module) -> Forward | None:
     if is_linear(module):
         return linear_forward
     if type(module) in (nn.Conv2d, nn.Conv3d):
-        patch = (module.kernel_size == module.stride and module.groups == 1 and not any(module.padding)  # type: ignore[arg-type]
+        plain = module.padding == "valid" or not any(module.padding)  # type: ignore[arg-type]
+        patch = (module.kernel_size == module.stride and module.groups == 1 and plain
                  and all(d == 1 for d in module.dilation))
         return conv_forward if patch else None
     if (type(module) is nn.LayerNorm or kind(module) == "FP32LayerNorm") and _last_dim_only(module):
@@ -481,6 +527,8 @@ def leaf_forward(module: nn.Module) -> Forward | None:
         return gelu_forward
     if type(module) is nn.SiLU:
         return silu_forward
+    if type(module) is nn.Dropout:
+        return dropout_forward
     if kind(module) == "GELU" and hasattr(module, "proj") and is_linear(module.proj):
         return gelu_projection_forward
     return None

@@ -30,16 +30,17 @@ def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[tuple[Ten
 
 def finish(total: Tensor, epilogue: Epilogue, bias: Tensor | None, gate: Tensor | None, residual: Tensor | None,
            dtype: torch.dtype) -> Tensor:
-    """The epilogue of an fp32 sum on any device, and its one rounding."""
+    """The epilogue of an fp32 sum on any device, and its rounding."""
     if epilogue.bias:
-        total = total + bias.float()
+        total = total + bias.float()  # type: ignore[union-attr]
     if epilogue.activation == "gelu_tanh":
+        total = total.to(dtype).float().contiguous()
         u = 0.7978845608028654 * (total + 0.044715 * (total * total * total))
         total = 0.5 * total * (2.0 - 2.0 / (torch.exp(2.0 * u) + 1.0))
     if epilogue.gate:
-        total = total * gate.float().repeat_interleave(total.shape[0] // gate.shape[0], 0)
+        total = total * gate.float().repeat_interleave(total.shape[0] // gate.shape[0], 0)  # type: ignore[union-attr]
     if epilogue.residual:
-        total = residual.float() + total
+        total = residual.float() + total  # type: ignore[union-attr]
     return total.to(dtype)
 
 

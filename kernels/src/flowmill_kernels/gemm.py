@@ -6,6 +6,7 @@ weight gradient; `gemm_nt_partial` and `gemm_nn_partial` are one rank's share fo
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -114,13 +115,14 @@ def _check_epilogue(name: str, n: int, lead: tuple[int, ...], activation: str, b
                                   ("out", out, ((*lead, n),))):
         if tensor is not None and tuple(tensor.shape) not in shapes:
             raise ValueError(f"{name}: {label} must be {list(shapes[0])}, got {tuple(tensor.shape)}")
-    if gate is not None and (gate.dim() != 2 or gate.shape[1] != n or gate.shape[0] == 0 or rows % gate.shape[0]):
+    if gate is not None and (gate.dim() != 2 or gate.shape[1] != n or (rows % gate.shape[0] if len(gate) else rows)):
         raise ValueError(f"{name}: gate must be [G, {n}] with G a divisor of the {rows} rows, got {tuple(gate.shape)}")
     for label, tensor in (("bias", bias), ("gate", gate), ("residual", residual)):
         if tensor is not None and tensor.dtype not in (dtype, torch.float32):
             raise TypeError(f"{name}: {label} is {tensor.dtype}; it must be {dtype} like x, or torch.float32")
-    if out is not None and (out.dtype != dtype or not out.is_contiguous()):
-        raise TypeError(f"{name}: out must be contiguous {dtype}, got {out.dtype} with strides {out.stride()}")
+    if out is not None and (out.dtype != dtype or not _is_rows(out)):
+        raise TypeError(f"{name}: out must be {dtype}, contiguous or a column slice of a contiguous tensor, got "
+                        f"{out.dtype} with shape {tuple(out.shape)} and strides {out.stride()}")
 
 
 def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, pairs: tuple[Pair, ...], mode: str) -> None:
@@ -139,6 +141,17 @@ def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, pairs: tuple[P
                              f"{tuple(h.shape)} and {tuple(b.shape)}")
         if h.dtype != x.dtype or b.dtype != x.dtype:
             raise TypeError(f"{name}: extra is {h.dtype} and {b.dtype}; both must be {x.dtype} like x")
+
+
+def _is_rows(t: Tensor) -> bool:
+    """Whether t [..., N] is rows of neighbouring elements at one distance, apart from each other: no copy is needed."""
+    if t.is_contiguous():
+        return True
+    if t.stride(-1) != 1 and t.shape[-1] > 1:
+        return False
+    outer = [(size, step) for size, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
+    even = all(step == inner_size * inner for (_, step), (inner_size, inner) in itertools.pairwise(outer))
+    return even and (not outer or outer[-1][1] >= t.shape[-1])
 
 
 def _rows(x: Tensor, columns: int) -> Tensor:
@@ -184,7 +197,7 @@ def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
     if schedule is None:
         if partial_of is None:
             # A gate of many rows costs no more registers than a bias.
-            few = gate is not None and m // gate.shape[0] < 64
+            few = gate is not None and m // max(1, gate.shape[0]) < 64
             schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=dataclasses.replace(epilogue, gate=few))
         else:
             scheme = tp_scheme(k * partial_of)
@@ -218,7 +231,7 @@ def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
             y = replay(key, (x, w, bias, gate, residual, out, *(t for pair in pairs for t in pair)), run)
         else:
             y = run()
-    return y if out is None else out
+    return y if out is None else out  # type: ignore[return-value]
 
 
 def _no_grad() -> AbstractContextManager:
@@ -262,24 +275,27 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
             gate: Tensor | None = None, residual: Tensor | None = None, mode: Mode = "consistent",
             extra: Pair | Sequence[Pair] | None = None, out: Tensor | None = None, backend: Backend = "auto",
             schedule: Schedule | None = None) -> Tensor:
-    """A linear layer's forward, ``residual + gate * activation(x @ w.T + bias)``, rounded once.
+    """A linear layer's forward, ``residual + gate * activation(x @ w.T + bias)``, rounded at the end.
 
     The fp32 sum runs over K in an order fixed by N, K and the mode. The bits of a row depend on that row, w and K only:
     not on the other rows, the row's position, the run or num_sms. In mode `tp_invariant` K is always summed in 8
     segments and a balanced tree, so that tensor-parallel shards (`gemm_nt_partial`) give the same bits too.
 
     Args:
-        x: ``[..., K]``, bf16 or fp16 (on the CPU also fp32). Rows that are not contiguous are copied first.
+        x: ``[..., K]``, bf16 or fp16 (on the CPU also fp32). A column slice of a wider tensor is read where it is if
+            its rows and its start are whole multiples of 16 bytes; anything else that is not contiguous is copied.
         w: ``[N, K]``, same dtype.
         bias: ``[N]``, dtype of x or fp32.
         num_sms: SMs of the caller's partition; never read from the device. The CPU back end ignores it.
-        activation: `none` or `gelu_tanh`, in fp32.
+        activation: `none` or `gelu_tanh`, in fp32, of the sum rounded to x's dtype. So it gives the bits of a call
+            without it followed by `flowmill_kernels.gelu_tanh`, which training takes because it keeps that sum.
         gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample.
         residual: ``[..., N]``.
         extra: ``(h [..., R], b [N, R])`` with R a multiple of 16, or up to three such pairs: each ``h @ b.T`` is added
             to the fp32 sum before the bias, in order, in the last segment's accumulator. An adapter's up projection
             costs R more of K. Only `consistent`.
-        out: Where to write; contiguous.
+        out: Where to write: contiguous, or a column slice of a contiguous tensor, whose other columns stay as they
+            are. Rows that are no multiple of 16 bytes apart cost one more pass.
         backend: `auto` takes the CPU back end for CPU tensors. `triton` with CPU tensors needs Triton's interpreter.
         schedule: Tile, spread and loads by hand (`gemm_nt_schedule`); only its scheme can change bits.
 

@@ -32,6 +32,9 @@ class Tile:
     register_levels: int = 1
     """Levels of the summation tree kept in registers; deeper ones wait elsewhere. With split roles one level is in
     registers always, and 1 puts the sum of four segments in device memory, which leaves room for more stages."""
+    ahead: int = 0
+    """With split roles and a tree of 8 in 128 columns: K blocks whose products start before the sum before them is
+    added, put away or stored; they hold their stages meanwhile. 0: none, by the kernel without."""
 
 
 LARGE = Tile(128, 256, 64, 4, 8, group_m=16, epilogue_parts=2, flatten=True)
@@ -43,6 +46,8 @@ FEW_NARROW = Tile(64, 32, 128, 6, 4)
 NARROW = Tile(128, 64, 64, 5, 4)
 TREE = Tile(128, 128, 64, 4, 8)
 TREE_SPLIT = Tile(128, 128, 64, 5, 8, split_roles=True)
+TREE_AHEAD = Tile(128, 128, 64, 5, 8, split_roles=True, ahead=2)
+"""Not in a rule yet: its speed has not been measured (`benchmarks/gemm.py ahead`)."""
 
 CATALOGUE = {"large": LARGE, "large_split": LARGE_SPLIT, "medium": MEDIUM, "medium_split": MEDIUM_SPLIT, "few": FEW,
              "few_narrow": FEW_NARROW, "narrow": NARROW, "tree": TREE, "tree_split": TREE_SPLIT}

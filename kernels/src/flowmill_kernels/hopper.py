@@ -4,6 +4,7 @@ One warp only loads; two groups of four warps own 64 rows each of a tile of 128.
 stores, the other multiplies, and loads run ahead through segments and tiles. Plain Triton cannot keep the waiting sums
 of `tp_invariant`'s tree near without stalling the tensor cores at each segment: its best form reached 0.43 of cuBLAS.
 Here the sum of one segment waits in registers, that of two in shared memory, that of four in shared or device memory.
+With `Tile.ahead` the next products start before a sum is put away (`_sum_trees`): compiled for sm_90 only, not run yet.
 
 The order of every sum is the scheme's, so the bits are those of the Triton kernel; tests prove it. Gluon is an
 experimental interface of triton: versions it is not written for take the Triton back end's own kernel.
@@ -143,24 +144,70 @@ def _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr,
 
 
 @gluon.jit
+def _issue(acc, step, a_tiles, b_tiles, ready, HALF: gl.constexpr, FIRST: gl.constexpr, NT: gl.constexpr,
+           STAGES: gl.constexpr):
+    """Start the products of one K block for 64 rows and wait for none."""
+    slot = step % STAGES
+    mbarrier.wait(ready.index(slot), step // STAGES & 1)
+    if NT:
+        b = b_tiles.index(slot).permute((1, 0))
+    else:
+        b = b_tiles.index(slot)
+    return warpgroup_mma(a_tiles.index(slot * 2 + HALF), b, acc, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def _begin(step, a_tiles, b_tiles, ready, layout: gl.constexpr, BLOCK_N: gl.constexpr, HALF: gl.constexpr,
+           NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
+    """Start the first AHEAD blocks of a segment: the tensor cores work on while the sum before is taken care of."""
+    acc = _issue(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT, STAGES)
+    for i in gl.static_range(1, AHEAD):
+        acc = _issue(acc, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+    return acc
+
+
+@gluon.jit
+def _finish_pair(acc, step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
+                 HALF: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
+    """Sum of two neighbouring segments, the first AHEAD blocks of the first being under way in `acc`."""
+    one = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+    for i in gl.static_range(AHEAD - 1):
+        mbarrier.arrive(empty.index((step + i) % STAGES), count=1)
+    for i in range(AHEAD, steps):
+        one = _multiply(one, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+    step += steps
+    other = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT,
+                      STAGES)
+    one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+    mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+    for i in range(1, steps):
+        other = _multiply(other, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+    return one + _end_segment(other, step, steps, empty, STAGES)
+
+
+@gluon.jit
 def _epilogue(acc, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate, stride_residual,
               layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
               GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr):
-    """``residual + gate * gelu(acc + bias)``, operation for operation as in the Triton back end."""
+    """``residual + gate * gelu(round(acc + bias))``, operation for operation as in the Triton back end."""
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     if BIAS:
         acc = acc + gl.expand_dims(gl.load(bias + cols, cols < N, other=0.0).to(gl.float32), 0)
     if GELU:
+        acc = acc.to(out_tile.dtype).to(gl.float32)
         u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
         acc = 0.5 * acc * (2.0 - 2.0 / (gl.exp(2.0 * u) + 1.0))
     if GATE == 1 or (RESIDUAL and not RESIDUAL_TILE):
         inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
     if GATE == 2:
         # At least as many rows a gate as there are here, so two gate rows will do.
-        first = row // rows_per_gate
+        last = (M - 1) // rows_per_gate
+        first = gl.minimum(row // rows_per_gate, last)  # all rows here may lie beyond M
         one = gl.load(gate + first * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
-        last = gl.minimum(first + 1, (M - 1) // rows_per_gate)
+        last = gl.minimum(first + 1, last)
         two = gl.load(gate + last * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
         before = gl.expand_dims(rows < (first + 1) * rows_per_gate, 1)
         acc = acc * gl.where(before, gl.expand_dims(one, 0), gl.expand_dims(two, 0))
@@ -254,6 +301,61 @@ def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, fo
 
 
 @gluon.jit
+def _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, col, M, N, rows_per_gate, stride_gate,
+                 stride_residual, layout: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
+                 GATE: gl.constexpr, RESIDUAL: gl.constexpr):
+    """The tree's last additions for 64 rows whose last pair of segments is in `part`, the epilogue and the store."""
+    part = two_tile.load(layout) + part
+    part = _four_load(four, layout, BLOCK_N) + part
+    part = _epilogue(part, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate, stride_residual,
+                     layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, False)
+    out_tile.store(part.to(y.dtype))
+    fence_async_shared()
+    _copy_out(y, [row, col], out_tile)
+
+
+@gluon.jit
+def _sum_trees(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, out_tile, ready, empty, M, N, my_tiles,
+               steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr, BLOCK_N: gl.constexpr,
+               GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr,
+               RESIDUAL: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
+    """As `_sum_halves` for 8 segments with the sum of four in device memory, and never idle between sums.
+
+    The products of the next AHEAD blocks, of the next tile too, are under way while a finished sum is added, put away
+    or stored. What crosses the loop's seam is a finished sum: products under way there would be serialized.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, BLOCK_N, 16])
+    four = scratch + (gl.program_id(0).to(gl.int64) * 2 + HALF) * (64 * BLOCK_N)
+    step = 0
+    row = M  # the tile before the first one: rows that do not exist, so nothing is stored
+    col = 0
+    part = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    for t in range(my_tiles):
+        ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, AHEAD, STAGES)
+        _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, col, M, N, rows_per_gate,
+                     stride_gate, stride_residual, layout, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+        row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
+        row += HALF * 64
+        for pair in gl.static_range(4):
+            part = _finish_pair(ahead, step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, AHEAD,
+                                STAGES)
+            step += 2 * steps
+            if pair < 3:
+                ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, AHEAD, STAGES)
+            if pair == 0:
+                tma.store_wait(0)  # the last store may still read this memory
+                two_tile.store(part)
+            elif pair == 1:
+                _four_store(four, two_tile.load(layout) + part, layout, BLOCK_N)
+            elif pair == 2:
+                two_tile.store(part)
+    _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, col, M, N, rows_per_gate, stride_gate,
+                 stride_residual, layout, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     """`ready` and `empty` of every slot."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -271,19 +373,27 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
                  RESIDUAL_TILE: gl.constexpr,
                  SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
                  BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr,
-                 SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+                 SCRATCH: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
     a_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK_K], x.layout)
     b_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
     # Waiting sums; the output's tile takes the memory of the last that is read.
     wait_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    if SEGMENTS >= 4:
+    PER_WAITING: gl.constexpr = 32 // y.dtype.primitive_bitwidth
+    if AHEAD > 0:
+        # A thread finds its own values again, 16 bytes at a time, its neighbours' beside them: no bank conflict.
+        own: gl.constexpr = gl.SharedLinearLayout([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0],
+                                                   [32, 0], [0, 8], [0, 16], [0, 32], [0, 64]], [], 1024)
+        own_0 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], own)
+        own_1 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], own)
+        out_0 = own_0._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
+        out_1 = own_1._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
+    elif SEGMENTS >= 4:
         two_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
         if SEGMENTS == 8 and not SCRATCH:
             four_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
         else:
             four_tiles = two_tiles
-        PER_WAITING: gl.constexpr = 32 // y.dtype.primitive_bitwidth
         out_tiles = four_tiles._reinterpret(y.dtype, [2 * PER_WAITING, 64, BLOCK_N], y.layout)
         out_0 = out_tiles.index(0)
         out_1 = out_tiles.index(PER_WAITING)
@@ -301,18 +411,30 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
         for i in gl.static_range(2):
             mbarrier.init(arrived.index(i), count=1)
         fence_async_shared()
-    gl.warp_specialize([
-        (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
-                       out_0, ready, empty, arrived.index(0), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
-                       stride_residual, 0,
-                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
-        (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
-                       out_1, ready, empty, arrived.index(1), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
-                       stride_residual, 1,
-                       SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
-        (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
-                     blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
-    ], [4, 1], [240, 24])
+    if AHEAD > 0:
+        gl.warp_specialize([
+            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, own_0, out_0, ready, empty, M, N,
+                          my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 0, BLOCK_N, GROUP_M, BIAS,
+                          GELU, GATE, RESIDUAL, NT, AHEAD, STAGES)),
+            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, own_1, out_1, ready, empty, M, N,
+                          my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 1, BLOCK_N, GROUP_M, BIAS,
+                          GELU, GATE, RESIDUAL, NT, AHEAD, STAGES)),
+            (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
+                         blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
+                           out_0, ready, empty, arrived.index(0), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
+                           stride_residual, 0,
+                           SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
+            (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
+                           out_1, ready, empty, arrived.index(1), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
+                           stride_residual, 1,
+                           SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
+            (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
+                         blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
+        ], [4, 1], [240, 24])
 
 
 def takes(y: Tensor, scheme: Scheme, k: int, tile: Tile) -> bool:
@@ -373,8 +495,9 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "BIAS": epilogue.bias,
             "GELU": epilogue.activation == "gelu_tanh",
             "GATE": 0 if gate is None else 2 if rows_per_gate >= BLOCK_M // 2 else 1, "RESIDUAL": epilogue.residual,
-            "SCRATCH": use_scratch, "NT": nt, "STAGES": min(tile.num_stages, room // stage), "num_warps": 4,
-            "enable_fp_fusion": False}
+            "SCRATCH": use_scratch, "NT": nt,
+            "AHEAD": min(tile.ahead, steps) if use_scratch and tile.block_n == 128 else 0,
+            "STAGES": min(tile.num_stages, room // stage), "num_warps": 4, "enable_fp_fusion": False}
         return (grid,), arguments, constants
 
     key = (signature(x, w, y, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, tile, residual_tile)

@@ -37,10 +37,12 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What happens to the fp32 sum before its one rounding: ``residual + gate * activation(sum + bias)``.
+    """What happens to the fp32 sum before its rounding: ``residual + gate * activation(round(sum + bias))``.
 
     Every operation is in fp32 and on its own (no fused multiply-add), so that each back end and each kernel that ends
-    in the same epilogue gives the same bits for the same sum.
+    in the same epilogue gives the same bits for the same sum. An activation takes the sum rounded to the output's
+    dtype, which is what a pass of its own would read: fused or not, the bits are the same, and training can keep
+    exactly what rollout put into the activation. Without one the sum is rounded once, at the end.
     """
 
     bias: bool = False

@@ -48,7 +48,7 @@ def head_range(heads: int, *, rank: int, num_ranks: int) -> range:
 def combine_partials(partials: Sequence[Tensor], bias: Tensor | None = None, *, dtype: torch.dtype, num_sms: int,
                      activation: Activation = "none", gate: Tensor | None = None, residual: Tensor | None = None,
                      backend: Backend = "auto") -> Tensor:
-    """Add the ranks' fp32 sums as a balanced tree in rank order, then epilogue and one rounding, as in `gemm_nt`.
+    """Add the ranks' fp32 sums as a balanced tree in rank order, then the epilogue of `gemm_nt`.
 
     Args:
         partials: One ``[..., N]`` fp32 tensor a rank, in rank order: 1, 2, 4 or 8 of them.

@@ -89,13 +89,14 @@ def _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb
 @triton.jit
 def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-              GATE: tl.constexpr, RESIDUAL: tl.constexpr):
-    """``residual + gate * gelu(acc + bias)`` in fp32; gate row ``row // rows_per_gate``."""
+              GATE: tl.constexpr, RESIDUAL: tl.constexpr, OUT: tl.constexpr):
+    """``residual + gate * gelu(round(acc + bias))`` in fp32; gate row ``row // rows_per_gate``."""
     rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
     cols = col + tl.arange(0, BLOCK_N)
     if BIAS:
         acc = acc + tl.load(bias + cols, cols < N, other=0.0).to(tl.float32)[None, :]
     if GELU:
+        acc = acc.to(OUT).to(tl.float32)
         # tanh(u) = 1 - 2 / (exp(2u) + 1): right at both infinities, unlike (e - 1) / (e + 1).
         u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
         acc = 0.5 * acc * (2.0 - 2.0 / (tl.exp(2.0 * u) + 1.0))
@@ -175,7 +176,7 @@ def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, strid
     """Epilogue, rounding and store of a tile, in PARTS column blocks one after the other."""
     if PARTS == 1:
         total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
-                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, OUT)
         _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, TMA)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -300,7 +301,7 @@ def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, TREE: tl.constexpr,
                   BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
                   OUT: tl.constexpr):
-    """Add fp32 partials [SEGMENTS, M, N] in the scheme's order, then the epilogue and the one rounding."""
+    """Add fp32 partials [SEGMENTS, M, N] in the scheme's order, then the epilogue and its rounding."""
     blocks_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * blocks_n, tl.num_programs(0)):
         row = tile // blocks_n * BLOCK_M
@@ -321,7 +322,7 @@ def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride
             for segment in range(1, SEGMENTS):
                 total = total + tl.load(at + tl.cast(segment, tl.int64) * M * N, inside, other=0.0)
         total = _epilogue(total, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
-                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
+                          BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, OUT)
         _store(y, total, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, False)
 
 
