@@ -11,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("diffusers", reason="the model classes come from diffusers")
 
-from flowmill_kernels import GradientLeaves, LeafPlan, apply_kernels, assert_bitwise_equal, relative_frobenius_error
+from flowmill_kernels import (
+    GradientLeaves,
+    LeafPlan,
+    apply_kernels,
+    assert_bitwise_equal,
+    relative_frobenius_error,
+    remove_kernels,
+)
 from flowmill_kernels.blocks import UnsupportedError
 
 from tests.kernels.models import FAMILIES, LORA_TARGETS, add_lora, take, to
@@ -390,6 +397,76 @@ def test_dropout_in_training_is_refused_also_when_it_is_switched_on_later() -> N
         model.train()
         with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
             run(model, inputs)
+
+
+def test_adapters_of_another_kind_are_refused() -> None:
+    from peft import LoHaConfig, inject_adapter_in_model
+
+    inputs = FAMILIES["sd3"].inputs(1)
+    model = inject_adapter_in_model(LoHaConfig(r=2, target_modules=["to_q"]), build("sd3"))
+    with apply_kernels(model, "consistent", num_sms=SMS), pytest.raises(UnsupportedError, match="plain LoRA"):
+        run(model, inputs)
+
+
+def test_attention_processors_of_another_kind_are_refused() -> None:
+    class Doubled:
+        def __call__(self, *args: object, **kwargs: object) -> None: ...
+
+    model, inputs = build("flux"), FAMILIES["flux"].inputs(1)
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():
+        model.transformer_blocks[0].attn.processor = Doubled()
+        with pytest.raises(UnsupportedError, match="the attention processor is a Doubled"):
+            run(model, inputs)
+
+
+def test_hooks_that_would_not_be_called_are_refused() -> None:
+    model = build("sd3")
+    handle = model.transformer_blocks[0].attn.to_q.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.attn\.to_q has a hook"):
+        apply_kernels(model, "consistent", num_sms=SMS)
+    assert not any("forward" in part.__dict__ for part in model.modules())
+    handle.remove()
+    called = []
+    model.transformer_blocks[0].register_forward_hook(lambda *_: called.append(1))
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.no_grad():
+        run(model, FAMILIES["sd3"].inputs(1))
+    assert called
+
+
+def test_classes_that_nobody_has_read_are_refused() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).mean(1)
+
+    with pytest.raises(UnsupportedError, match="Pooled"):
+        apply_kernels(Pooled(), "consistent", num_sms=SMS)
+
+
+def test_a_mask_that_changes_in_place_counts_as_it_is() -> None:
+    model, inputs = build("qwen"), FAMILIES["qwen"].inputs(2)
+    with apply_kernels(model, "consistent", num_sms=SMS), torch.inference_mode():
+        mask = torch.arange(5)[None] < torch.tensor([[3], [5]])
+        first = run(model, inputs | {"encoder_hidden_states_mask": mask})
+        mask.numpy()[:] = [[True, True, False, False, False], [True] * 5]
+        second = run(model, inputs | {"encoder_hidden_states_mask": mask})
+        again = run(model, inputs | {"encoder_hidden_states_mask": mask.clone()})
+    assert_bitwise_equal(second, again)
+    assert not torch.equal(first, second)
+
+
+def test_a_copys_kernels_can_be_taken_off_without_its_handle() -> None:
+    model, inputs = build("sd3"), FAMILIES["sd3"].inputs(1)
+    with torch.no_grad():
+        own = run(model, inputs)
+        with apply_kernels(model, "consistent", num_sms=SMS):
+            twin = copy.deepcopy(model)
+        remove_kernels(twin)
+        assert not any("forward" in part.__dict__ for part in twin.modules())
+        assert_bitwise_equal(run(twin, inputs), own)
 
 
 def test_disabled_adapters_are_not_computed() -> None:

@@ -20,7 +20,7 @@ from flowmill_kernels.schemes import Epilogue
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels.devices import interpreter
+from tests.kernels.devices import PLACES, interpreter
 
 # One rounding is at most 2**-p relative; fp32: sums of at most 16384 terms and Triton's exp, some 2**-20 together.
 ERROR_BOUND = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2e-6}
@@ -756,3 +756,19 @@ def test_layouts_and_odd_values_on_a_gpu(gpu: torch.device) -> None:
     check_timesteps(gpu)
     x = torch.randn(70000, 64, device=gpu)  # more samples than a grid's second axis has room for
     assert relative_frobenius_error(ew.rms_norm(x, None, eps=1e-6), normed(x.double(), None)) < 2e-6
+
+
+@PLACES
+@pytest.mark.parametrize("length", [1000, 20000])
+def test_log_softmax_keeps_its_accuracy_at_large_values(length: int, place: tuple[str, str, torch.dtype]) -> None:
+    """What is common to a row must not reach the result's rounding: log-probs are clipped at 1e-5."""
+    device, backend, _ = place
+    x = (torch.randn(3, length) + 1e4).to(device).requires_grad_()
+    out = ew.log_softmax(x, backend=backend)
+    wide = x.detach().double().requires_grad_()
+    want = wide.log_softmax(-1)
+    assert (out.double() - want).abs().max() < 5e-6
+    weight = torch.randn_like(out)
+    out.backward(weight)
+    want.backward(weight.double())
+    assert relative_frobenius_error(x.grad, wide.grad) < 1e-5  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ the row, the weights and K. Next: the DiT operators and `apply_kernels` build on
 nor triton; `unavailable_reason` says what the machine at hand lacks, and the CPU back end then does the work.
 """
 
-from .apply import AppliedKernels, Replacement, apply_kernels
+from .apply import AppliedKernels, Replacement, apply_kernels, remove_kernels
 from .attention import attention
 from .availability import unavailable_reason
 from .blocks import UnsupportedError
@@ -39,6 +39,6 @@ __all__ = [
     "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial", "gemm_nt_schedule", "head_range",
     "layer_norm_modulate", "leaf_sum",
     "linear", "linears", "log_softmax", "mean", "merged", "patch_embed", "qk_norm_rope", "qk_norm_rope_pair",
-    "relative_frobenius_error", "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding",
+    "relative_frobenius_error", "remove_kernels", "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding",
     "unavailable_reason", "wgrad", "wgrad_leaves",
 ]

@@ -1,7 +1,8 @@
 """`apply_kernels`: put this package's operators in the place of a diffusers transformer's own, and take them off again.
 
 In: a module and a mode. Out: a handle that lists what was replaced. Only the instances' `forward` changes: parameters,
-buffers, names, hooks and the state dict stay, so checkpoints, PEFT adapters and optimizers see nothing.
+buffers, names and the state dict stay, so checkpoints, PEFT adapters and optimizers see nothing. Hooks of replaced
+modules stay; a fused block calls none of its parts, so hooks inside one are refused (those added later are not called).
 """
 
 import functools
@@ -21,12 +22,17 @@ _MODES = ("consistent", "tp_invariant", "reference")
 _LOCK = threading.RLock()
 _STACK = "_flowmill_forwards"
 
-_NO_PROMISE = (
-    "Attention", "FluxAttention", "WanAttention", "MultiheadAttention", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d",
-    "ConvTranspose2d", "ConvTranspose3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm",
-    "RMSNorm", "Bilinear", "LSTM", "GRU", "LoRACompatibleLinear",
-)
-"""Classes whose own arithmetic sums over something; where none of ours takes its place, the bits carry no promise."""
+# What may stay as it is: containers, and classes whose own code between their parts is elementwise, copies or views
+# (read in diffusers 0.42). Any other class may sum over something, so it carries no promise unless it is replaced.
+_KEEP = frozenset((
+    "ModuleList", "ModuleDict", "Sequential", "ParameterList", "ParameterDict", "Identity", "Embedding", "ReLU", "Tanh",
+    "Sigmoid", "Flatten", "Unflatten", "DistributedDataParallel", "OptimizedModule",
+    "SD3Transformer2DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel",
+    "PatchEmbed", "Timesteps", "TimestepEmbedding", "CombinedTimestepTextProjEmbeddings",
+    "CombinedTimestepGuidanceTextProjEmbeddings", "PixArtAlphaTextProjection", "FluxPosEmbed", "QwenEmbedRope",
+    "QwenEmbedLayer3DRope", "QwenTimestepProjEmbeddings", "WanRotaryPosEmbed", "WanTimeTextImageEmbedding",
+    "FeedForward", "AdaLayerNormZero", "AdaLayerNormZeroSingle", "SD35AdaLayerNormZeroX", "AdaLayerNormContinuous",
+))
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,10 @@ class AppliedKernels:
                 _pop(module, self)
             self._modules = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied block keeps its mode, and drags no other block along.
+        return self.__dict__ | {"_modules": []}
+
     def __enter__(self) -> "AppliedKernels":
         return self
 
@@ -121,6 +131,10 @@ def _pop(module: nn.Module, owner: AppliedKernels) -> None:
         module.__dict__[_STACK] = stack
         return
     module.__dict__.pop(_STACK, None)
+    _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
     dispatch = module.__dict__.get("forward")
     if isinstance(dispatch, _Dispatch):
         if dispatch.had_own:  # type: ignore[attr-defined]
@@ -156,6 +170,8 @@ def apply_kernels(module: nn.Module, mode: ApplyMode, *, num_sms: int, backend: 
     """
     if mode not in _MODES:
         raise ValueError(f"apply_kernels: mode must be one of {_MODES}, got {mode!r}")
+    if backend not in ("auto", "triton", "cpu"):
+        raise ValueError(f"apply_kernels: backend must be 'auto', 'triton' or 'cpu', got {backend!r}")
     options = KernelOptions("consistent" if mode == "reference" else mode, num_sms, backend)
     handle = AppliedKernels(mode, options)
     replaced: list[Replacement] = []
@@ -168,9 +184,10 @@ def apply_kernels(module: nn.Module, mode: ApplyMode, *, num_sms: int, backend: 
                     continue
                 forward, fused = _forward_for(name, part, mode)
                 if forward is None:
-                    if kind(part) in _NO_PROMISE:
+                    if kind(part) not in _KEEP:
                         unreached.append(Replacement(name, kind(part), False))
                     continue
+                _check_hooks(name, part, fused)
                 _push(part, _Entry(handle, None if mode == "reference" else forward))
                 handle._modules.append(part)
                 replaced.append(Replacement(name, kind(part), fused))
@@ -189,6 +206,27 @@ def apply_kernels(module: nn.Module, mode: ApplyMode, *, num_sms: int, backend: 
             raise
     handle.replaced, handle.unreached = tuple(replaced), tuple(unreached)
     return handle
+
+
+def _check_hooks(name: str, module: nn.Module, fused: bool) -> None:
+    """Refuse hooks that would no longer be called: the forward of a fused block calls none of its parts."""
+    inside = [(f"{name}.{inner}".strip("."), part) for inner, part in module.named_modules() if inner] if fused else []
+    for path, part in inside:
+        own = "forward" in part.__dict__ and _STACK not in part.__dict__
+        if part._forward_hooks or part._forward_pre_hooks or own:
+            raise UnsupportedError(f"apply_kernels: {path} has a hook or a forward of its own, and the fused "
+                                   f"{kind(module)} would not call it; remove it first")
+    if hasattr(module, "_hf_hook"):
+        raise UnsupportedError(f"apply_kernels: {name or 'the module'} has a hook of accelerate, which would not be "
+                               "called; remove it (remove_hook_from_module), or apply before adding it")
+
+
+def remove_kernels(module: nn.Module) -> None:
+    """Give every module under `module` its own forward back, whoever replaced it: a copy's handle stayed behind."""
+    with _LOCK:
+        for part in module.modules():
+            if part.__dict__.pop(_STACK, None) is not None:
+                _restore(part)
 
 
 def _forward_for(name: str, module: nn.Module, mode: ApplyMode) -> tuple[Forward | None, bool]:

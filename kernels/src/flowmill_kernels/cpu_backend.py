@@ -224,16 +224,16 @@ def mean(x: Tensor) -> Tensor:
 
 
 def log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(result, fp32 log-sum-exp of each row) of x [N, V]."""
+    """(result, fp32 [N, 2]: each row's maximum and the log of its sum) of x [N, V]."""
     v = x.float().contiguous()
     top = v.amax(1, keepdim=True) if len(v) else v[:, :1]
-    lse = top + torch.log(halving_sum(torch.exp((v - top).contiguous()), -1).contiguous())
-    return (v - lse).to(x.dtype), lse[:, 0]
+    log = torch.log(halving_sum(torch.exp((v - top).contiguous()), -1).contiguous())
+    return ((v - top) - log).to(x.dtype), torch.cat((top, log), 1)
 
 
 def log_softmax_backward(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
     g, v = dy.float(), x.float()
-    return (g - torch.exp((v - lse[:, None]).contiguous()) * halving_sum(g, -1)).to(x.dtype)
+    return (g - torch.exp(((v - lse[:, :1]) - lse[:, 1:]).contiguous()) * halving_sum(g, -1)).to(x.dtype)
 
 
 def writable(out: Tensor, over_all: bool) -> bool:

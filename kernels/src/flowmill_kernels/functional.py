@@ -116,26 +116,17 @@ def _down(call: _Call, x: Tensor, adapters: Sequence[Tensor | None]) -> Tensor |
     if all(a is None for a in adapters):
         return None
     stacked = _stack_a(adapters, x.dtype)
-    scales = [s for s, a in zip(call.scales, adapters, strict=True) if a is not None]
+    parts = [(scale, place.stop - place.start)
+             for scale, place in zip(call.scales, _columns(adapters), strict=True) if place is not None]
     gate = None
-    if any(scale != 1.0 for scale in scales):
-        widths = [place.stop - place.start for place in _columns(adapters) if place is not None]
-        gate = _scale_row(tuple(zip(scales, widths, strict=True)), x.device)
+    if any(scale != 1.0 for scale, _ in parts):
+        same = len({scale for scale, _ in parts}) == 1
+        rows = [torch.full((1, len(stacked) if same else width), scale, dtype=torch.float32, device=x.device)
+                for scale, width in (parts[:1] if same else parts)]
+        gate = rows[0] if same else torch.cat(rows, 1)
     options = call.options
     return gemm_nt(x, stacked, gate=gate, mode=call.mode_for(x.shape[-1]), num_sms=options.num_sms,
                    backend=options.backend)
-
-
-_SCALE_ROWS: dict[tuple, Tensor] = {}
-
-
-def _scale_row(parts: tuple[tuple[float, int], ...], device: torch.device) -> Tensor:
-    """fp32 [1, R]: the adapters' scales as a gate row. Kept, since making it would copy from the host on each call."""
-    key = (parts, device)
-    if key not in _SCALE_ROWS:
-        row = torch.cat([torch.full((1, width), scale, dtype=torch.float32) for scale, width in parts], 1)
-        _SCALE_ROWS[key] = row.to(device)
-    return _SCALE_ROWS[key]
 
 
 def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None, weights: Sequence[Tensor | None]
@@ -286,7 +277,8 @@ def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activ
     """Several linear layers of one input (q, k and v): the adapters' down projections read x once.
 
     Args:
-        x: ``[B, ..., K]``; its first dimension counts samples, each with its own gradient sum.
+        x: ``[B, ..., K]``; its first dimension counts samples, each with its own gradient sum. Do not flatten tokens
+            into it: a micro-batch's edge would then cut samples.
         layers: Weights are cast to x's dtype (bf16 or fp16; on the CPU also fp32); gradients come back in their own.
         activation, gate, residual: The epilogue of `gemm_nt`, for a single layer.
 
@@ -304,6 +296,9 @@ def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activ
     x = _prepare(x)
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.to(x.dtype)
+    if gate is not None and gate.shape != (x.shape[0], layers[0].weight.shape[0]):
+        raise ValueError(f"linear: gate must be [B, N] = [{x.shape[0]}, {layers[0].weight.shape[0]}], got "
+                         f"{tuple(gate.shape)}")
     call = _Call(options, activation, tuple(layer.lora_scale for layer in layers))
     weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, residual, *weights)):

@@ -37,6 +37,10 @@ class LeafPlan:
     rank: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "num_ranks", "rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"LeafPlan.{name} must be an int, got {value!r}")
         if self.num_samples < 1:
             raise ValueError(f"LeafPlan.num_samples must be positive, got {self.num_samples}")
         if self.num_ranks < 1 or NUM_SEGMENTS % self.num_ranks:
@@ -252,7 +256,7 @@ class GradientLeaves:
         with GradientLeaves(parameters, LeafPlan(num_samples, num_ranks, rank)) as leaves:
             for first, batch in micro_batches:
                 with leaves.micro_batch(first, len(batch)):
-                    loss(batch).backward()
+                    loss(batch).backward()  # a sum over samples, or divided by the whole update batch's number
             norm = leaves.finish()          # sets .grad on every rank, the same bits
 
     Entering sets every parameter's ``.grad`` to None and empties the leaves, so one collector serves all updates.
@@ -365,6 +369,9 @@ class GradientLeaves:
 
     def _leaves(self, parameter: Tensor, key: _Key, use: int) -> Tensor:
         """[leaves, *shape] of one use; the parameter may come as a reshaped view of the registered one."""
+        if not parameter.is_contiguous() and self._place[key][0].is_contiguous():
+            raise RuntimeError("GradientLeaves: a gradient came for a transposed or strided view "
+                               f"{tuple(parameter.shape)} of a registered parameter; use the parameter itself")
         found = self._views.get((key, use))
         if found is None or found.shape[1:] != parameter.shape:
             registered, at = self._place[key]

@@ -74,7 +74,9 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
     compiled = kernel[grid](*arguments, **constants)
     if _RECORDER.launches is not None:
         _RECORDER.launches.append((kernel, compiled, grid, arguments, constants))
-    elif fast and len(_PLANS) < _LIMIT:
+    elif fast:
+        if len(_PLANS) >= _LIMIT:
+            _PLANS.clear()
         numbers = iter(range(len(addresses)))
         described = [value.base for value in arguments if hasattr(value, "block_shape")]
         first = len(addresses) - len(described)
@@ -119,17 +121,21 @@ def replay(key: Hashable, inputs: tuple[Tensor | None, ...], run: Callable[[], A
     for address in addresses:
         if address & 15:
             return run()
+    if _RECORDER.launches is not None:
+        return run()  # inside another operator, whose tape these launches belong to
     if tape is not None:
         return tape.play(addresses, device)
-    if _RECORDER.launches is not None or len(set(addresses)) != len(addresses) or 0 in addresses:
-        return run()  # inside another operator, or arguments that cannot be told apart this time
+    if len(set(addresses)) != len(addresses) or 0 in addresses:
+        return run()  # arguments that cannot be told apart this time
     _RECORDER.launches, _RECORDER.spoilt = [], False
     try:
         result = run()
         launches, spoilt = _RECORDER.launches, _RECORDER.spoilt
     finally:
         _RECORDER.launches = None
-    if not spoilt and len(_TAPES) < _LIMIT and (tape := Tape.record(launches, addresses, result)) is not None:
+    if len(_TAPES) >= _LIMIT:  # rather forget what was than never learn what is
+        _TAPES.clear()
+    if not spoilt and (tape := Tape.record(launches, addresses, result)) is not None:
         _TAPES[full] = tape
     return result
 

@@ -358,7 +358,7 @@ def _row_sums(x, out, N, blocks, divisor, BLOCK: tl.constexpr, CHUNK: tl.constex
 
 @triton.jit(do_not_specialize=["rows"])
 def _log_softmax(x, y, lse, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """log_softmax of ROWS whole rows, and fp32 log-sum-exp of each."""
+    """log_softmax of ROWS whole rows; lse [rows, 2] fp32: maximum and log of the sum, apart for large values' sake."""
     lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = lines.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -366,9 +366,10 @@ def _log_softmax(x, y, lse, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.con
     v = tl.load(x + line * stride_x + cols, mask, other=-float("inf")).to(tl.float32)
     top = tl.max(v, 1)
     # A NaN that the maximum loses comes back in the sum.
-    shift = top + tl.log(tl.sum(tl.where(mask, tl.exp(v - top[:, None]), 0.0), 1))
-    tl.store(y + line * N + cols, (v - shift[:, None]).to(y.dtype.element_ty), mask)
-    tl.store(lse + lines, shift, lines < rows)
+    log = tl.log(tl.sum(tl.where(mask, tl.exp(v - top[:, None]), 0.0), 1))
+    tl.store(y + line * N + cols, ((v - top[:, None]) - log[:, None]).to(y.dtype.element_ty), mask)
+    tl.store(lse + 2 * lines, top, lines < rows)
+    tl.store(lse + 2 * lines + 1, log, lines < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -380,8 +381,9 @@ def _log_softmax_backward(dy, x, lse, dx, rows, N, stride_x, ROWS: tl.constexpr,
     mask = (lines < rows)[:, None] & (cols < N)
     g = tl.load(dy + line * N + cols, mask, other=0.0).to(tl.float32)
     v = tl.load(x + line * stride_x + cols, mask, other=0.0).to(tl.float32)
-    shift = tl.load(lse + lines, lines < rows, other=0.0)[:, None]
-    d = g - tl.exp(v - shift) * tl.sum(g, 1)[:, None]
+    top = tl.load(lse + 2 * lines, lines < rows, other=0.0)[:, None]
+    log = tl.load(lse + 2 * lines + 1, lines < rows, other=0.0)[:, None]
+    d = g - tl.exp((v - top) - log) * tl.sum(g, 1)[:, None]
     tl.store(dx + line * N + cols, d.to(dx.dtype.element_ty), mask)
 
 
@@ -399,12 +401,13 @@ def _log_softmax_long(x, y, lse, N, stride_x, BLOCK: tl.constexpr):
         base = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(v - base), 0)
         top = new
-    shift = top + tl.log(total)
+    log = tl.log(total)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = tl.load(x + row * stride_x + at, at < N, other=0.0).to(tl.float32)
-        tl.store(y + row * N + at, (v - shift).to(y.dtype.element_ty), at < N)
-    tl.store(lse + row, shift)
+        tl.store(y + row * N + at, ((v - top) - log).to(y.dtype.element_ty), at < N)
+    tl.store(lse + 2 * row, top)
+    tl.store(lse + 2 * row + 1, log)
 
 
 @triton.jit
@@ -415,12 +418,13 @@ def _log_softmax_long_backward(dy, x, lse, dx, N, stride_x, BLOCK: tl.constexpr)
         at = start + tl.arange(0, BLOCK)
         total += tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32)
     sum_dy = tl.sum(total, 0)
-    shift = tl.load(lse + row)
+    top = tl.load(lse + 2 * row)
+    log = tl.load(lse + 2 * row + 1)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
         g = tl.load(dy + row * N + at, at < N, other=0.0).to(tl.float32)
         v = tl.load(x + row * stride_x + at, at < N, other=0.0).to(tl.float32)
-        tl.store(dx + row * N + at, (g - tl.exp(v - shift) * sum_dy).to(dx.dtype.element_ty), at < N)
+        tl.store(dx + row * N + at, (g - tl.exp((v - top) - log) * sum_dy).to(dx.dtype.element_ty), at < N)
 
 
 _NORM_MODULATE = _both(_norm_modulate)
@@ -717,10 +721,10 @@ def _walk() -> dict:
 
 
 def log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(result, fp32 log-sum-exp of each row)."""
+    """(result, fp32 [rows, 2]: each row's maximum and the log of its sum)."""
     rows, length = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
     if rows == 0:
         return y, lse
     (x,) = _all_aligned(length, x)  # type: ignore[assignment]

@@ -5,6 +5,7 @@ Nothing here decides anything. `cuda.core` does the work where it can, `cuda.bin
 never used: on torch 2.10 to 2.14 two calls give partitions that overlap.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,14 +77,19 @@ class CudaDevice:
         torch.zeros(1, device=f"cuda:{self.index}")  # the primary context must exist before a green one
         errors = []
         for kind in (_CoreSplit, _BindingsSplit):
+            split = None
             try:
-                split = kind(self.index, slot, self.total_sms)
+                # cuda.core makes its device current; this gives the caller's back.
+                with torch.cuda.device(self.index) if torch.backends.cuda.is_built() else nullcontext():
+                    split = kind(self.index, slot, self.total_sms)
                 # An interface may split and then refuse several groups, or the remainder, in one context: ask now,
                 # while the other interface can still take over.
                 split.make(tuple(range(min(2, split.num_slots))), split.remainder > 0)
                 split.close()
                 return split
             except Exception as error:  # a driver may know one interface and not the other
+                if split is not None:
+                    split.close()
                 errors.append(f"{kind.interface}: {type(error).__name__}: {error}")
         raise RuntimeError("SMs could not be split: " + "; ".join(errors))
 

@@ -46,7 +46,7 @@ class Partitions:
         self._turn = threading.RLock()  # `exclusive`: roles take turns
         self._inside: dict[str, int] = {}
         self._graphs: dict[tuple[str, str, Any], Any] = {}
-        self._capturing = threading.Lock()
+        self._capturing = threading.RLock()
         self._closed = False
 
     @staticmethod

@@ -108,7 +108,15 @@ class Plan:
 
 def as_roles(roles: Mapping[str, int | float] | Sequence[Role]) -> tuple[Role, ...]:
     """Roles from ``{"rollout": 96, "reward": 0.25}`` or as they are."""
-    given = tuple(Role(name, share) for name, share in roles.items()) if isinstance(roles, Mapping) else tuple(roles)
+    try:
+        listed = [Role(name, share) for name, share in roles.items()] if isinstance(roles, Mapping) else roles
+        given = tuple(listed)
+    except TypeError:
+        given = (None,)  # type: ignore[assignment]
+    if not all(isinstance(role, Role) for role in given):
+        raise PartitionError(f"roles must be a mapping of names to shares or a sequence of Role, got {roles!r}")
+    if (whole := sum(role.share for role in given if isinstance(role.share, float))) > 1 + 1e-9:
+        raise PartitionError(f"the roles' fractions are {whole:g} of a GPU together; at most 1 can be had")
     names = [role.name for role in given]
     if not given or len(set(names)) != len(names):
         raise PartitionError(f"roles must be at least one and have different names, got {names}")
