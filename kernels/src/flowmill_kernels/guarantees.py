@@ -27,7 +27,7 @@ class Guarantees:
 
 # One rounding of the result to p bits is at most 2**-p relative, in any element; in the norm it is about 0.42 of that
 # for the smooth distributions met here. The fp32 sum adds at most K * 2**-24 * |x| |w| (Higham, ASNA 2nd ed., 3.1).
-_GEMM_BOUND = "2**-8 (bf16) or 2**-11 (fp16) from the rounding (two with an activation), plus the fp32 sum's 3e-5 for K <= 16384"
+_GEMM_BOUND = "2**-8 (bf16) or 2**-11 (fp16) a rounding (two with an activation), plus the sum, 3e-5 for K <= 16384"
 
 GUARANTEES: dict[str, Guarantees] = {
     "gemm_nt": Guarantees(True, True, True, True, (1,), _GEMM_BOUND),
