@@ -6,7 +6,7 @@ STAMP   = $(VENV)/.installed
 TRITON  = $(VENV)/triton
 RUN     = $(BIN)/pyflyte run workflows/flowgrpo.py flowgrpo
 
-.PHONY: demo smoke test test-slow test-interpreter lint ui pretrain demo-study env clean help
+.PHONY: demo smoke test test-slow test-interpreter test-gpu lint ui pretrain demo-study env clean help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -38,6 +38,9 @@ $(TRITON)/.installed: $(STAMP)
 
 test-interpreter: $(TRITON)/.installed ## Run the GPU kernels' tests in Triton's interpreter, without a GPU
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels -k interpreter
+
+test-gpu: env    ## Run the kernels' tests on this machine's GPU
+	$(BIN)/python -m pytest -n 8 tests/kernels -m gpu
 
 lint: env        ## Check style and types
 	$(BIN)/ruff check .
