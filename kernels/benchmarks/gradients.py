@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flowmill_kernels as fk
 from flowmill_kernels import gradients, triton_gradients
-from flowmill_kernels.gradients import deliver, deliver_outer
+from flowmill_kernels.collector import GradientLeaves, deliver, deliver_outer
 from flowmill_kernels.triton_gradients import Tile, tile_for
 
 DEVICE = "cuda"
@@ -181,7 +181,7 @@ def model() -> None:
                   for s in ((n, k), (k, n))]
     x = {t: torch.randn(SAMPLES, t, 1536, device=DEVICE, dtype=torch.bfloat16) for t in (576, 205)}
     h = {t: torch.randn(SAMPLES, t, 32, device=DEVICE, dtype=torch.bfloat16) for t in (576, 205)}
-    collector = gradients.GradientLeaves(parameters, PLAN)
+    collector = GradientLeaves(parameters, PLAN)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     rows = []
     for _ in range(6):

@@ -14,8 +14,9 @@ import pytest
 import torch
 from flowmill_kernels import GUARANTEES, assert_bitwise_equal, relative_frobenius_error
 from flowmill_kernels import elementwise as ew
+from flowmill_kernels.collector import GradientLeaves
 from flowmill_kernels.cpu_backend import finish
-from flowmill_kernels.gradients import GradientLeaves, LeafPlan, leaf_sum
+from flowmill_kernels.gradients import LeafPlan, leaf_sum
 from flowmill_kernels.schemes import Epilogue
 from torch import Tensor
 from torch.nn import functional

@@ -23,7 +23,7 @@ from flowmill_kernels import (
     wgrad,
     wgrad_leaves,
 )
-from flowmill_kernels.gradients import LARGE, deliver, deliver_outer
+from flowmill_kernels.collector import LARGE, deliver, deliver_outer
 
 RANKS = GUARANTEES["leaf_sum"].tensor_parallel
 assert GUARANTEES["wgrad_leaves"].tensor_parallel == RANKS

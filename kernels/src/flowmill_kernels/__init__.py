@@ -9,6 +9,7 @@ from .apply import AppliedKernels, Replacement, apply_kernels, remove_kernels
 from .attention import attention
 from .availability import unavailable_reason
 from .blocks import UnsupportedError
+from .collector import GradientLeaves
 from .elementwise import (
     gated_residual,
     gelu,
@@ -25,7 +26,7 @@ from .elementwise import (
 )
 from .functional import KernelOptions, Layer, linear, linears, merged, patch_embed
 from .gemm import Schedule, gemm_nn, gemm_nn_partial, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
-from .gradients import GradientLeaves, LeafPlan, LeafSum, add_leaves, all_reduce_leaves, leaf_sum, wgrad_leaves
+from .gradients import LeafPlan, LeafSum, add_leaves, all_reduce_leaves, leaf_sum, wgrad_leaves
 from .guarantees import GUARANTEES, Guarantees
 from .numeric import assert_bitwise_equal, relative_frobenius_error
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme

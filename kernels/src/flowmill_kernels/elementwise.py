@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import cpu_backend
+from .collector import deliver
 from .gemm import Backend, _choose_backend
-from .gradients import deliver
 
 Rope = tuple[Tensor, Tensor]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

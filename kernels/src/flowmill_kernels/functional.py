@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .collector import deliver, deliver_outer
 from .elementwise import add, column_sum, gate_gradient, gelu_tanh, gelu_tanh_backward, scale_by_gate
 from .gemm import Backend, Mode, gemm_nn, gemm_nt
-from .gradients import deliver, deliver_outer
 from .schemes import NUM_SEGMENTS, Activation
 
 
