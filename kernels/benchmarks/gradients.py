@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import flowmill_kernels as fk
-from flowmill_kernels import gradients, triton_gradients
+from flowmill_kernels import triton_gradients
 from flowmill_kernels.collector import GradientLeaves, deliver, deliver_outer
 from flowmill_kernels.triton_gradients import Tile, tile_for
 
