@@ -22,6 +22,8 @@ from tasks.store import Store
 
 log = logging.getLogger("flowmill.metrics")
 EXECUTION_TAG = "flyte.execution_id"
+CLUSTER_TAGS = {"flyte.project": "FLYTE_INTERNAL_EXECUTION_PROJECT", "flyte.domain": "FLYTE_INTERNAL_EXECUTION_DOMAIN"}
+"""Tag -> environment variable of a task pod. Runs of this machine have neither."""
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "flytekit", "mlflow", "onnxruntime", "numpy")
 
 
@@ -65,8 +67,10 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str, report_key: s
                 run = found[0]
                 mlflow.update_run(run.info.run_id, RunStatus.to_string(RunStatus.RUNNING))
             else:
+                cluster = {tag: os.environ[name] for tag, name in CLUSTER_TAGS.items() if os.environ.get(name)}
                 run = mlflow.create_run(experiment, run_name=config.name, tags={
-                    EXECUTION_TAG: execution_id, "flowmill.run_key": run_key, "mlflow.source.git.commit": git_commit()})
+                    EXECUTION_TAG: execution_id, **cluster, "flowmill.run_key": run_key,
+                    "mlflow.source.git.commit": git_commit()})
             run_id = run.info.run_id
             sampling = config.sampling
             derived = {"derived.samples_an_iteration": str(sampling.num_samples),
