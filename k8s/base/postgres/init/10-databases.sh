@@ -1,6 +1,6 @@
 #!/bin/sh
 # One database and one role for each user of this server; a role reaches its own database only.
-# Postgres's image runs (or sources) this on an empty volume, as the superuser, before it listens on the network.
+# Postgres's image runs this on an empty volume, as the superuser, before it listens on the network.
 set -eu
 
 # make_database NAME PASSWORD. The password travels in a variable, never on a command line.
