@@ -60,7 +60,7 @@ def load_advantages(store: Store, ref: AdvantageRef) -> AdvantageBatch:
     return AdvantageBatch(**store.load(ref, "advantages"), stats=store.manifest(ref).meta["stats"])
 
 
-@task(**resources.task_options("reward", version=VERSION, ignore=("store_uri", "role")))
+@task(**resources.task_options("advantage", version=VERSION, ignore=("store_uri", "role")))
 def advantage(spec: AdvantageSpec, trajectories: TrajectoryRef, rewards: RewardRef, scope: str, store_uri: str,
               role: RoleConfig) -> AdvantageRef:
     """Turn scores into advantages."""

@@ -1,12 +1,14 @@
 """What a task asks the cluster for, read from a recipe's `topology`; this file holds no numbers.
 
-A task's resources are fixed when it is registered, so they come from the recipe `base`, which every recipe extends.
+A task is registered with the topology of the recipe `base`, which every recipe extends; the loop then overrides each
+stage's node with the topology of the run's own recipe (`node_overrides`). Two things are fixed at registration: the
+PodTemplate's name and the secrets.
 """
 
 from functools import cache
 from typing import Any
 
-from flytekit import Cache, Resources
+from flytekit import Cache, FlyteContextManager, Resources, Secret
 
 from tasks.contracts.config import RECIPES, RoleConfig, Topology
 
@@ -34,6 +36,45 @@ def task_options(role: str, *, version: str, ignore: tuple[str, ...] = ()) -> di
 
 def uncached_task_options(config: RoleConfig) -> dict[str, Any]:
     """Keyword arguments of a ``@task`` whose effect is its purpose."""
+    return {**_sizes(config), "container_image": _image_template(config), "pod_template_name": pod_template(config),
+            "secret_requests": [_secret(variable, source) for variable, source in
+                                sorted(registered_topology().secrets.items())]}
+
+
+def pod_template(config: RoleConfig) -> str:
+    """Name of the PodTemplate a role's pods are made from."""
+    return config.pod_template or ("flowmill-gpu" if config.gpus else "flowmill-cpu")
+
+
+def node_overrides(config: RoleConfig, node_name: str) -> dict[str, Any]:
+    """Keyword arguments of `with_overrides` that give one node what its run's recipe says. Local runs ignore them.
+
+    Args:
+        node_name: Name of the node in the console; unique in its workflow.
+    """
+    overrides: dict[str, Any] = {"node_name": node_name, **_sizes(config)}
+    settings = FlyteContextManager.current_context().serialization_settings
+    if settings is not None:  # on the cluster: the images that this version was registered with
+        from flytekit.core.python_auto_container import get_registerable_container_image
+
+        overrides["container_image"] = get_registerable_container_image(_image_template(config), settings.image_config)
+    return overrides
+
+
+def _sizes(config: RoleConfig) -> dict[str, Any]:
     size = Resources(cpu=str(config.cpu), mem=str(config.memory_bytes), gpu=str(config.gpus) if config.gpus else None)
-    return {"requests": size, "limits": size, "retries": config.retries, "timeout": config.timeout_s,
-            "interruptible": config.interruptible}
+    sizes = {"requests": size, "limits": size, "retries": config.retries, "timeout": config.timeout_s,
+             "interruptible": config.interruptible}
+    if config.shared_memory_bytes:
+        sizes["shared_memory"] = str(config.shared_memory_bytes)
+    return sizes
+
+
+def _image_template(config: RoleConfig) -> str:
+    """Filled in at registration from `--image NAME=...`."""
+    return f"{{{{.image.{config.image}}}}}"
+
+
+def _secret(variable: str, source: str) -> Secret:
+    group, _, key = source.partition("/")
+    return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var=variable)

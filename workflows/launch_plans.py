@@ -1,8 +1,19 @@
-"""Launch plans: the same workflow on a schedule. Activate one with `flytectl update launchplan ... --activate`."""
+"""Launch plans: the workflow for each recipe on demand, and on a schedule.
+
+The workflow itself has a launch plan of its own name, `workflows.flowgrpo.flowgrpo`, with every input open. A schedule
+runs only once its launch plan is activated: `pyflyte register --activate-launchplan`, or
+`flytectl update launchplan ... flowgrpo_nightly --activate`.
+"""
 
 from flytekit import CronSchedule, LaunchPlan
 
+from tasks.contracts.recipes import recipe_names
 from workflows.flowgrpo import flowgrpo
+
+on_demand = [
+    LaunchPlan.get_or_create(flowgrpo, name=f"flowgrpo_{recipe}", fixed_inputs={"recipe": recipe})
+    for recipe in recipe_names() if recipe != "base"]
+"""One for each recipe, so that the console starts a run in two clicks; `overrides` stays open."""
 
 nightly = LaunchPlan.get_or_create(
     flowgrpo, name="flowgrpo_nightly", fixed_inputs={"recipe": "demo", "overrides": ""},

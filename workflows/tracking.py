@@ -31,7 +31,7 @@ Series = dict[str, list[tuple[float, float]]]
 """Curve name -> (iteration, value) points."""
 UNSCHEDULED = datetime(1970, 1, 1, tzinfo=UTC)
 """`kickoff_time` of a run that no schedule started."""
-OPTIONS = uncached_task_options(registered_topology().update)
+OPTIONS = uncached_task_options(registered_topology().control)
 """Arguments of every task around the stages."""
 
 
@@ -109,8 +109,12 @@ def recorded_policies(store: Store, run: RunPlan) -> dict[int, PolicyRef]:
 
 @task(**OPTIONS)
 def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: RewardRef, advantages: AdvantageRef,
-           policy: PolicyRef) -> int:
-    """Write an iteration's numbers to MLflow, note it as finished, and drop data that is no longer needed."""
+           policy: PolicyRef, previous: int) -> int:
+    """Write an iteration's numbers to MLflow, note it as finished, and drop data that is no longer needed.
+
+    Args:
+        previous: The iteration recorded before it; on a cluster, what makes this task wait for that one.
+    """
     assert policy.weights is not None
     assert policy.state is not None
     store = open_store(run.store_uri)
@@ -214,8 +218,12 @@ def _overhead(store: Store, run: RunPlan) -> float | None:
 
 
 @task(**OPTIONS)
-def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef]) -> RunSummary:
-    """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED."""
+def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef], recorded: list[int]) -> RunSummary:
+    """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED.
+
+    Args:
+        recorded: What the tasks that record gave; on a cluster, what makes this task wait for them.
+    """
     store = open_store(run.store_uri)
     metas = [store.manifest(ref).meta for ref in evaluations]
     before, after = headline(metas[0]), headline(metas[-1])

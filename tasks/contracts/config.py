@@ -7,6 +7,7 @@ Imports neither torch nor flytekit: registration and `--help` stay fast.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -32,7 +33,6 @@ RECIPES = ROOT / "workflows" / "recipes"
 Dtype = Literal["fp32", "bf16", "fp16"]
 SDEKind = Literal["flow", "dance", "cps"]
 Schedule = Literal["linear", "sd3", "flux", "dance"]
-RoleName = Literal["rollout", "reward", "update", "evaluate", "pe", "tool"]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -265,6 +265,10 @@ class RoleConfig(StrictModel):
     """Memory limit, bytes."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Whole GPUs."""
+    shared_memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Size of /dev/shm, bytes, part of the memory limit; None = the container engine's 64 MB."""
+    pod_template: str = ""
+    """Kubernetes PodTemplate of the pod; empty = flowmill-gpu with GPUs, else flowmill-cpu."""
     sm_share: Fraction | None = None
     """Fraction of one GPU's SMs; None = not shared."""
     parallelism: PositiveInt = 2
@@ -285,15 +289,40 @@ class Topology(StrictModel):
     rollout: RoleConfig = RoleConfig()
     """Stage 1."""
     reward: RoleConfig = RoleConfig(image="reward")
-    """Stages 2 and 3."""
+    """Stage 2."""
+    advantage: RoleConfig = RoleConfig(cpu=1)
+    """Stage 3."""
     update: RoleConfig = RoleConfig()
     """Stage 4."""
     evaluate: RoleConfig = RoleConfig()
     """Stage 5."""
+    control: RoleConfig = RoleConfig(cpu=1)
+    """The tasks around the stages: plan, record, finish."""
     pe: RoleConfig | None = None
     """Prompt enhancement; None = not used."""
     tool: RoleConfig | None = None
     """Tool calls; None = not used."""
+    secrets: dict[str, str] = {}
+    """Environment variable of every task's pod -> `group/key` of a Flyte secret (on Kubernetes: secret and key)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for variable, source in self.secrets.items():
+            if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):
+                raise ValueError(f"secrets: {variable!r} is no environment variable such as AWS_ACCESS_KEY_ID")
+            if not re.fullmatch(r"[^/\s]+/[^/\s]+", source):
+                raise ValueError(f"secrets.{variable}: {source!r}; expected group/key, such as "
+                                 "flowmill-s3/access_key_id")
+        for name, role in self.roles().items():
+            if role.shared_memory_bytes and role.shared_memory_bytes >= role.memory_bytes:
+                raise ValueError(f"{name}.shared_memory_bytes {role.shared_memory_bytes} leaves nothing of its "
+                                 f"memory_bytes {role.memory_bytes}: what lies in /dev/shm counts as memory")
+        return self
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """Name -> setting of the roles that are used."""
+        found = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in found.items() if isinstance(value, RoleConfig)}
 
 
 class TrackingConfig(StrictModel):

@@ -11,26 +11,30 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from flytekit.configuration import Image, ImageConfig, SerializationSettings
-from flytekit.core.context_manager import FlyteContextManager
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.identifier import ResourceType
 from flytekit.tools.repo import serialize_get_control_plane_entities, serialize_load_only
 
 from tasks.contracts.config import ROOT, RoleConfig, load_recipe
+from tasks.contracts.recipes import recipe_names
 from tasks.contracts.run import RunPlan
 from tasks.resources import uncached_task_options
-from workflows import tracking
+from workflows import iteration, tracking
 
-ROLE_OF = {"rollout": "rollout", "reward": "reward", "advantage": "reward", "update": "update", "evaluate": "evaluate"}
+ROLE_OF = {"rollout": "rollout", "reward": "reward", "advantage": "advantage", "update": "update",
+           "evaluate": "evaluate"}
+CONTROL = ("plan", "record", "record_evaluation", "finish", "fail")
 FILE_OF = {"evaluate": "eval"}
+IMAGES = ImageConfig.from_images("example.org/unused:tag", {
+    "train": "example.org/flowmill-train:tag", "reward": f"example.org/flowmill-reward@sha256:{'1' * 64}"})
 
 
 @pytest.fixture(scope="module")
 def registered():
     """Name -> specification of everything `pyflyte package` finds in workflows/: tasks, workflows, launch plans."""
-    image = ImageConfig(default_image=Image("default", "example.org/flowmill", "tag"))
-    settings = SerializationSettings(image_config=image, project="p", domain="d", version="v")
+    settings = SerializationSettings(image_config=IMAGES, project="p", domain="d", version="v")
     serialize_load_only(["workflows"], settings, str(ROOT))
     found = SimpleNamespace(tasks={}, workflows={}, launch_plans={})
     for entity in serialize_get_control_plane_entities(settings, str(ROOT)):
@@ -88,12 +92,38 @@ def test_every_stage_asks_for_what_the_topology_says(registered, topology, name)
 
 def test_a_roles_numbers_become_task_options():
     options = uncached_task_options(RoleConfig(cpu=3.5, memory_bytes=123, gpus=2, retries=4, timeout_s=77,
-                                               interruptible=True))
+                                               interruptible=True, shared_memory_bytes=99, image="other"))
     size = options["requests"]
     assert (size.cpu, size.mem, size.gpu) == ("3.5", "123", "2")
     assert options["limits"] == size
     assert (options["retries"], options["timeout"], options["interruptible"]) == (4, 77, True)
+    assert (options["shared_memory"], options["container_image"]) == ("99", "{{.image.other}}")
+    assert options["pod_template_name"] == "flowmill-gpu"
     assert uncached_task_options(RoleConfig())["requests"].gpu is None
+    assert uncached_task_options(RoleConfig())["pod_template_name"] == "flowmill-cpu"
+    assert uncached_task_options(RoleConfig(gpus=1, pod_template="mine"))["pod_template_name"] == "mine"
+    assert "shared_memory" not in uncached_task_options(RoleConfig())
+
+
+def test_every_task_runs_in_the_image_of_its_role_and_gets_its_secrets(registered, topology):
+    images = {"train": "example.org/flowmill-train:tag", "reward": f"example.org/flowmill-reward@sha256:{'1' * 64}"}
+    ours = {name: template for name, template in registered.tasks.items() if name.startswith(("tasks.", "workflows."))}
+    assert len(ours) == len(ROLE_OF) + len(CONTROL) + 1
+    for name, template in ours.items():
+        stage = name.rsplit(".", 1)[-1]
+        image = topology[ROLE_OF.get(stage, "control")].get("image", "train")
+        assert template.container.image == images[image], name
+        assert template.metadata.pod_template_name == "flowmill-cpu", name
+        secrets = {(item.group, item.key, item.env_var, item.mount_requirement.name)
+                   for item in template.security_context.secrets}
+        assert secrets == {("flowmill-s3", "access_key_id", "AWS_ACCESS_KEY_ID", "ENV_VAR"),
+                           ("flowmill-s3", "secret_access_key", "AWS_SECRET_ACCESS_KEY", "ENV_VAR")}, name
+    assert stage_image(registered, "reward").startswith("example.org/flowmill-reward")
+    assert stage_image(registered, "advantage").startswith("example.org/flowmill-train")
+
+
+def stage_image(registered, name: str) -> str:
+    return stage(registered, name).container.image
 
 
 def test_resources_holds_no_numbers():
@@ -104,7 +134,7 @@ def test_resources_holds_no_numbers():
 
 
 def test_tasks_around_the_stages_always_run(registered):
-    for name in ("plan", "record", "record_evaluation", "finish", "fail"):
+    for name in CONTROL:
         assert not registered.tasks[f"workflows.tracking.{name}"].metadata.discoverable, name
     assert not registered.tasks["workflows.iteration.train"].metadata.discoverable
 
@@ -122,14 +152,69 @@ def test_a_failed_run_is_marked_by_the_failure_node(registered):
     assert {"recipe", "overrides", "kickoff_time"} <= inputs
 
 
-def test_an_iteration_is_rollout_reward_advantage_update_and_its_record(registered):
-    nodes = registered.workflows["workflows.iteration.iteration"].nodes
-    names = [node.task_node.reference_id.name.split(".")[-1] for node in nodes if node.task_node is not None]
-    assert names == ["rollout", "reward", "advantage", "update", "record"]
-    feeds = {node.task_node.reference_id.name.split(".")[-1]: set(node.upstream_node_ids) for node in nodes
-             if node.task_node is not None}
-    ids = {node.task_node.reference_id.name.split(".")[-1]: node.id for node in nodes if node.task_node is not None}
-    assert {ids["rollout"], ids["advantage"]} <= feeds["update"]
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory):
+    """What the loop of a run of three iterations tells the cluster: the nodes that `train` makes when it runs there."""
+    store = str(tmp_path_factory.mktemp("store"))
+    config = load_recipe("smoke", "iterations=3 evaluation.num_points=2 topology.rollout.gpus=2 topology.rollout.cpu=7 "
+                                  "topology.rollout.shared_memory_bytes=1000 topology.update.retries=5 "
+                                  "topology.update.timeout_s=99 topology.evaluate.interruptible=true "
+                                  "topology.advantage.image=reward")
+    settings = SerializationSettings(image_config=IMAGES, project="p", domain="d", version="v")
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    builder = context.with_execution_state(state).with_serialization_settings(settings)
+    with FlyteContextManager.with_context(builder):
+        return iteration.train.execute(run=plan_of(config, store))
+
+
+def plan_of(config, store_uri: str = "u") -> RunPlan:
+    return RunPlan(
+        name="n", run_key="k", report_key="e", run_id="r", scope="s", store_uri=store_uri,
+        iterations=config.iterations, evaluation_iterations=config.evaluation_iterations(),
+        rollout=config.rollout_spec(), reward=config.reward_spec(), advantage=config.advantage_spec(),
+        update=config.update_spec(), evaluate=config.evaluate_spec(), topology=config.topology,
+        retention=config.retention, tracking=config.tracking)
+
+
+def test_the_loop_is_rollout_reward_advantage_update_and_their_record_for_each_iteration(loop):
+    nodes = {node.id: node for node in loop.nodes}
+    names = [name for number in (1, 2, 3) for name in (
+        f"rollout-{number}", f"reward-{number}", f"advantage-{number}", f"update-{number}", f"record-{number}")]
+    assert [name for name in nodes if re.fullmatch(r"[a-z]+-[1-3]", name) and "evaluate" not in name] == names
+    assert {"evaluate-0", "evaluate-3"} <= nodes.keys()
+    assert {"rollout-2", "advantage-2", "update-1"} <= set(nodes["update-2"].upstream_node_ids)
+    assert nodes["rollout-2"].upstream_node_ids == ["update-1"], "the next iteration waits for weights alone"
+    assert "record-1" in nodes["record-2"].upstream_node_ids, "records are written in order"
+    finish = next(node for node in loop.nodes if node.task_node.reference_id.name == "workflows.tracking.finish")
+    assert {"record-3", "evaluate-0", "evaluate-3", "update-3"} <= set(finish.upstream_node_ids)
+    assert len([name for name in finish.upstream_node_ids if nodes[name].task_node.reference_id.name
+                == "workflows.tracking.record_evaluation"]) == 2, "the run is not finished before its numbers are in"
+
+
+def test_each_stage_asks_for_what_the_runs_own_recipe_says(loop):
+    nodes = {node.id: node for node in loop.nodes}
+
+    def sizes(name: str) -> dict[str, float]:
+        resources = nodes[name].task_node.overrides.resources
+        assert resources.requests == resources.limits
+        return {{1: "cpu", 2: "gpu", 3: "memory"}[entry.name]: float(entry.value) for entry in resources.limits}
+
+    assert sizes("rollout-1") == {"cpu": 7, "gpu": 2, "memory": 2147483648}
+    assert sizes("reward-1") == {"cpu": 2, "memory": 2147483648}
+    assert nodes["rollout-1"].task_node.overrides.extended_resources.shared_memory.size_limit == "1000"
+    assert nodes["update-2"].metadata.retries.retries == 5
+    assert nodes["update-2"].metadata.timeout.total_seconds() == 99
+    assert nodes["evaluate-3"].metadata.interruptible
+    assert not nodes["update-3"].metadata.interruptible
+    assert nodes["rollout-1"].task_node.overrides.container_image == "example.org/flowmill-train:tag"
+    assert nodes["advantage-1"].task_node.overrides.container_image.startswith("example.org/flowmill-reward@sha256:1")
+
+
+def test_the_loop_has_no_time_limit_of_its_own(registered):
+    """A dynamic task's limit would cover its children: the whole run."""
+    assert not registered.tasks["workflows.iteration.train"].metadata.timeout
+    assert registered.tasks["workflows.tracking.plan"].metadata.timeout.total_seconds() > 0
 
 
 def test_the_nightly_run_has_a_cron_a_kickoff_argument_and_fixed_inputs(registered):
@@ -141,6 +226,16 @@ def test_the_nightly_run_has_a_cron_a_kickoff_argument_and_fixed_inputs(register
     fixed = {name: literal.scalar.primitive.string_value for name, literal in spec.fixed_inputs.literals.items()}
     assert fixed == {"recipe": "demo", "overrides": ""}
     assert set(spec.default_inputs.parameters) == {"kickoff_time"}
+
+
+def test_every_recipe_has_a_launch_plan_that_leaves_the_overrides_open(registered):
+    for recipe in set(recipe_names()) - {"base"}:
+        spec = registered.launch_plans[f"flowgrpo_{recipe}"]
+        assert spec.workflow_id.name == "workflows.flowgrpo.flowgrpo"
+        assert [value.scalar.primitive.string_value for value in spec.fixed_inputs.literals.values()] == [recipe]
+        assert {"overrides", "kickoff_time"} == set(spec.default_inputs.parameters)
+        assert not spec.entity_metadata.schedule
+    assert {"workflows.flowgrpo.flowgrpo"} <= set(registered.launch_plans)
 
 
 def test_each_kickoff_is_a_run_of_its_own_and_a_rerun_of_it_the_same_run(monkeypatch):
@@ -163,12 +258,7 @@ def test_a_run_that_no_schedule_started_keeps_its_seed(monkeypatch):
 
 def test_a_plan_is_the_same_after_a_flyte_edge():
     config = load_recipe("smoke", "algorithm.clip_range=[1e-4,3e-4] optimizer.learning_rate=3e-4 seed=9007199254740993")
-    plan = RunPlan(
-        name="n", run_key="k", report_key="e", run_id="r", scope="s", store_uri="u", iterations=2,
-        evaluation_iterations=[0, 2],
-        rollout=config.rollout_spec(), reward=config.reward_spec(), advantage=config.advantage_spec(),
-        update=config.update_spec(), evaluate=config.evaluate_spec(), topology=config.topology,
-        retention=config.retention, tracking=config.tracking)
+    plan = plan_of(config)
     context = FlyteContextManager.current_context()
     literal = TypeEngine.to_literal(context, plan, RunPlan, TypeEngine.to_literal_type(RunPlan))
     again = TypeEngine.to_python_value(context, literal, RunPlan)
