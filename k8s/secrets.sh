@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints every Secret of secrets.example.yaml with fresh random values. Nothing is written to a file and nothing applied:
+# Prints every Secret of secrets.example.yaml with fresh random values, writes no file and applies nothing:
 #   sh k8s/secrets.sh | kubectl create -f -
 set -eu
 
@@ -10,7 +10,8 @@ random() {
 
 # secret NAMESPACE NAME, then KEY VALUE pairs; a value is one line.
 secret() {
-    printf -- '---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\ntype: Opaque\nstringData:\n' "$2" "$1"
+    printf -- '---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\n' "$2" "$1"
+    printf 'type: Opaque\nstringData:\n'
     shift 2
     while [ $# -gt 0 ]; do
         printf '  %s: "%s"\n' "$1" "$2"

@@ -347,9 +347,28 @@ def secrets_in_the_open(docs: list[Document]) -> list[str]:
 
 
 def granted_rights(docs: list[Document]) -> list[str]:
-    """Anything that gives one of our pods rights in Kubernetes' API: none of them needs one."""
-    return [f"{label(document)} grants rights" for document in docs
-            if document["kind"] in ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")]
+    """Rights in Kubernetes' API beyond those that Flyte needs; none of our own pods has any."""
+    found = []
+    for document in docs:
+        kind = document["kind"]
+        if kind in ("RoleBinding", "ClusterRoleBinding"):
+            found += [f"{label(document)} gives rights to {subject}" for subject in document["subjects"]
+                      if (subject["kind"], subject["namespace"], subject["name"])
+                      != ("ServiceAccount", "flyte", "flyte-binary")]
+            if not any(other["kind"] == document["roleRef"]["kind"]
+                       and other["metadata"]["name"] == document["roleRef"]["name"] for other in docs):
+                found.append(f"{label(document)} binds a role that does not exist")
+        if kind in ("Role", "ClusterRole"):
+            for rule in document["rules"]:
+                if "*" in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}:
+                    found.append(f"{label(document)} holds a wildcard")
+                if "secrets" in rule["resources"] and (kind == "ClusterRole" or (
+                        rule["verbs"] != ["create"] and not rule.get("resourceNames"))):
+                    found.append(f"{label(document)} reads Secrets that are not its own")
+                if set(rule["resources"]) & {"pods/exec", "pods/attach", "roles", "clusterroles", "rolebindings",
+                                             "clusterrolebindings", "serviceaccounts/token"}:
+                    found.append(f"{label(document)} can give itself more")
+    return found
 
 
 def invalid(docs: list[Document], version: str = KUBERNETES) -> list[str]:

@@ -135,7 +135,12 @@ VIOLATIONS: list[tuple[str, Callable[[list[Document]], object]]] = [
     ("secrets", lambda docs: docs.append(manifests.secret_keys()[0])),
     ("secrets", spoil("Deployment", "mlflow", lambda c: c["env"].append({"name": "S3_SECRET", "value": "x"}))),
     ("secrets", lambda docs: one(docs, "ConfigMap", "flowmill-environment")["data"].update(AWS_ACCESS_KEY_ID="x")),
-    ("rights", lambda docs: docs.append({"kind": "ClusterRoleBinding", "metadata": {"name": "all"}})),
+    ("rights", lambda docs: one(docs, "ClusterRoleBinding", "flowmill-flyte")["subjects"][0].update(name="default")),
+    ("rights", lambda docs: one(docs, "ClusterRoleBinding", "flowmill-flyte")["roleRef"].update(name="cluster-admin")),
+    ("rights", lambda docs: one(docs, "ClusterRole", "flowmill-flyte")["rules"][0]["resources"].append("secrets")),
+    ("rights", lambda docs: one(docs, "ClusterRole", "flowmill-flyte")["rules"][0].update(verbs=["*"])),
+    ("rights", lambda docs: one(docs, "ClusterRole", "flowmill-flyte")["rules"][1]["resources"].append("pods/exec")),
+    ("rights", lambda docs: one(docs, "Role", "flyte-webhook-certificate")["rules"][1].pop("resourceNames")),
 ]
 
 
