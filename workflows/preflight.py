@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from tasks import metrics
@@ -29,6 +29,7 @@ LIMIT_S = 9.0
 """All checks together; importing them takes the rest of the 10 s."""
 CALL_S = 2.5
 _PROBE_S = 1.0
+_SILENT = f"it takes connections and does not answer within {CALL_S} s: see its log and its load"
 _NO_LOGIN = {"clientsecret", "client_credentials", "basic", "externalcommand", "external_process"}
 """flytekit's ways to get a token without a person."""
 
@@ -100,12 +101,14 @@ def flyte_trouble(platform: "PlatformConfig", error: "RpcError") -> UnusableErro
                   "flyte-binary-grpc, port 8089)")
     elif code in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.UNKNOWN):
         host, port = _host_and_port(platform.endpoint, 80 if platform.insecure else 443)
-        speaks_tls = _speaks_tls(host, port)
-        if speaks_tls is None:
+        found = _probe(host, port)
+        if found == "nothing":
             advice = f"nothing answers there ({details}). Is it up? {_reach(host, 'flyte', 'flyte-binary-grpc', 8089)}"
-        elif platform.insecure and speaks_tls:
+        elif found == "silence":
+            advice = f"{_SILENT}; is it the gRPC port?"
+        elif platform.insecure and found == "TLS":
             advice = "it speaks TLS and was asked in plain text; add --tls, or `insecure: false` in the config file"
-        elif not platform.insecure and not speaks_tls:
+        elif not platform.insecure and found == "plain":
             advice = ("it does not speak TLS and was asked to; leave --tls out, or put `insecure: true` in the config "
                       "file")
         elif not platform.insecure and "CERTIFICATE" in details.upper():
@@ -204,12 +207,14 @@ def check_mlflow() -> str:
 
 def _mlflow_trouble(uri: str, reason: str) -> UnusableError:
     host, port = _host_and_port(uri, 443 if uri.startswith("https") else 80)
-    speaks_tls = _speaks_tls(host, port)
-    if speaks_tls is None:
+    found = _probe(host, port)
+    if found == "nothing":
         advice = f"nothing answers there ({_short(reason)}). Is it up? {_reach(host, 'flowmill', 'mlflow', 5000)}"
-    elif uri.startswith("http://") and speaks_tls:
+    elif found == "silence" or "ReadTimeout" in reason:
+        advice = _SILENT
+    elif uri.startswith("http://") and found == "TLS":
         advice = "it speaks TLS and was asked in plain text; MLFLOW_TRACKING_URI probably should start with https://"
-    elif uri.startswith("https://") and not speaks_tls:
+    elif uri.startswith("https://") and found == "plain":
         advice = "it does not speak TLS; MLFLOW_TRACKING_URI probably should start with http://"
     elif "CERTIFICATE" in reason.upper():
         advice = (f"its certificate is not trusted ({_short(reason)}); name its CA's file in "
@@ -240,20 +245,22 @@ def _host_and_port(endpoint: str, port: int) -> tuple[str, int]:
         return url.hostname or "localhost", port
 
 
-def _speaks_tls(host: str, port: int) -> bool | None:
-    """Whether a server does, by trying; None if nothing listens there."""
+def _probe(host: str, port: int) -> Literal["nothing", "silence", "plain", "TLS"]:
+    """What a server speaks, by offering it TLS."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         plain = socket.create_connection((host, port), timeout=_PROBE_S)
     except OSError:
-        return None
+        return "nothing"
     with plain:
         try:
             context.wrap_socket(plain, server_hostname=host).close()
+        except TimeoutError:
+            return "silence"
         except (OSError, ValueError):
-            return False
-    return True
+            return "plain"
+    return "TLS"
 
 
 def run_checks(checks: Mapping[str, Callable[[], str]], limit_s: float = LIMIT_S) -> dict[str, str | Exception]:

@@ -172,6 +172,7 @@ def reconcile(grace: Grace, dry_run: bool = False, tls: bool = False) -> dict[st
     if metrics.tracking_uri().startswith("http"):
         check_mlflow()
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines a run that ends
     try:
         worker = Reconciler(metrics.client(), admin, grace, dry_run)
         runs = worker.running()

@@ -169,6 +169,8 @@ def test_servers_that_never_answer_are_said_within_ten_seconds(silent):
         MLFLOW_TRACKING_URI=f"http://127.0.0.1:{silent}")
     assert code == 1
     assert out.count("FAILED") == 3
+    assert [line[:6].strip() for line in out.splitlines() if "takes connections and does not answer" in line] == [
+        "flyte", "mlflow"]
     assert seconds < 10
 
 
