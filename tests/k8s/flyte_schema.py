@@ -1,9 +1,9 @@
 """What Flyte's chart and Flyte itself take, as far as our values use it: a schema of our own.
 
 The chart cannot be had from a package registry, so `helm template` is no test here. VALUES lists the keys of chart
-`flyte-binary`, AppVersion 1.16.0, from the table in its README and its templates; a key ending in `*` is passed on as it is. INLINE lists
-the keys of Flyte's own configuration that we may set under `configuration.inline`, each with the kind of its value,
-from the `json` tags of the structs named beside them (flyteorg/flyte).
+`flyte-binary`, AppVersion 1.16.0, from the table in its README and its templates; a key ending in `*` is passed on as
+it is. INLINE lists the keys of Flyte's own configuration that we may set under `configuration.inline`, each with the
+kind of its value, from the `json` tags of the structs named beside them (flyteorg/flyte).
 """
 
 import re
