@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.contracts.config import RetentionConfig
+from tasks.contracts.config import RetentionConfig, Topology
+from tasks.resources import pod_template, registered_topology
 from tests.k8s import manifests
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, Document, documents, rendered
 
@@ -340,3 +341,44 @@ def test_the_example_holds_fakes_only():
     for secret in manifests.secret_keys():
         for key, value in secret["stringData"].items():
             assert "FAKE" in value or "RkFLRT" in value or key == "username", (secret["metadata"]["name"], key)
+
+
+# --- what tasks ask for
+
+
+def task_problems(topology: Topology, docs: list[Document], secrets: list[Document]) -> list[str]:
+    """Secrets, PodTemplates, GPUs and sizes that a task asks for and its namespace does not give."""
+    keys = {secret["metadata"]["name"]: set(secret["stringData"]) for secret in secrets
+            if secret["metadata"]["namespace"] == "flowmill-development"}
+    templates = {document["metadata"]["name"] for document in docs if document["kind"] == "PodTemplate"}
+    hard = one(docs, "ResourceQuota", "flowmill-tasks")["spec"]["hard"]
+    memory = int(hard["requests.memory"][:-2]) * {"Gi": 2**30, "Ti": 2**40}[hard["requests.memory"][-2:]]
+    found = [f"{variable}: no key {source}" for variable, source in topology.secrets.items()
+             if source.partition("/")[2] not in keys.get(source.partition("/")[0], set())]
+    for name, role in topology.roles().items():
+        template = pod_template(role)
+        if template not in templates:
+            found.append(f"{name}: no PodTemplate {template}")
+        if role.gpus > int(hard["requests.nvidia.com/gpu"]):
+            found.append(f"{name}: {role.gpus} GPUs are over the quota")
+        if role.memory_bytes > memory:
+            found.append(f"{name}: {role.memory_bytes} bytes are over the quota")
+    return found
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_namespace_gives_tasks_what_they_ask_for(overlay):
+    assert task_problems(registered_topology(), load(overlay), manifests.secret_keys()) == []
+
+
+@needs_kubectl
+@pytest.mark.parametrize("plant", [
+    {"secrets": {"AWS_ACCESS_KEY_ID": "flowmill-s3/access_key"}},
+    {"secrets": {"HF_TOKEN": "hub/token"}},
+    {"rollout": {"pod_template": "flowmill-h200"}},
+    {"update": {"gpus": 1}},
+    {"update": {"memory_bytes": 2**45}},
+])
+def test_requests_that_cannot_be_met_are_found(plant):
+    assert len(task_problems(Topology.model_validate(plant), load("dev"), manifests.secret_keys())) == 1
