@@ -239,6 +239,47 @@ def test_namespaces_enforce_the_restricted_standard(overlay):
     assert namespace_labels_problems(docs) == ["flowmill"]
 
 
+# --- who reaches whom
+
+TASK, MINIO, POSTGRES = ("flowmill-development", "flowmill-task"), ("flowmill", "minio"), ("flowmill", "postgres")
+MLFLOW, FLYTE, DNS = ("flowmill", "mlflow"), ("flyte", "flyte-binary"), ("kube-system", "kube-dns")
+RECONCILE, BOOTSTRAP = ("flowmill", "reconcile"), ("flowmill", "minio-bootstrap")
+PROMETHEUS, STRANGER = ("monitoring", "prometheus"), ("default", "stranger")
+ALLOWED = [
+    (TASK, MINIO, 9000), (TASK, MLFLOW, 5000), (TASK, DNS, 53), (MLFLOW, POSTGRES, 5432), (MLFLOW, MINIO, 9000),
+    (MLFLOW, DNS, 53), (BOOTSTRAP, MINIO, 9000), (RECONCILE, MLFLOW, 5000), (RECONCILE, FLYTE, 8089),
+    (FLYTE, POSTGRES, 5432), (FLYTE, MINIO, 9000), (FLYTE, DNS, 53), (PROMETHEUS, MINIO, 9000),
+    (PROMETHEUS, MLFLOW, 5000), (PROMETHEUS, FLYTE, 10254), (STRANGER, FLYTE, 9443),
+]
+"""What must work. The last one is Kubernetes' API server, which no selector names."""
+DENIED = [
+    (TASK, POSTGRES, 5432), (TASK, FLYTE, 8089), (TASK, TASK, 8080), (TASK, MINIO, 9001), (TASK, STRANGER, 443),
+    (MLFLOW, FLYTE, 8089), (MLFLOW, STRANGER, 443), (RECONCILE, MINIO, 9000), (RECONCILE, POSTGRES, 5432),
+    (BOOTSTRAP, POSTGRES, 5432), (MINIO, POSTGRES, 5432), (MINIO, STRANGER, 443), (POSTGRES, STRANGER, 443),
+    (STRANGER, MINIO, 9000), (STRANGER, POSTGRES, 5432), (STRANGER, MLFLOW, 5000), (STRANGER, FLYTE, 8088),
+    (STRANGER, TASK, 8080), (PROMETHEUS, POSTGRES, 5432), (FLYTE, MLFLOW, 5000),
+]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_reach_what_they_need_and_nothing_else(overlay):
+    docs = load(overlay)
+
+    def outcome(source: tuple[str, str], target: tuple[str, str], port: int) -> bool:
+        return manifests.reaches(docs, manifests.find_pod(docs, *source), manifests.find_pod(docs, *target), port)
+
+    assert [flow for flow in ALLOWED if not outcome(*flow)] == []
+    assert [flow for flow in DENIED if outcome(*flow)] == []
+    # Every side of a connection counts: without either policy the way is shut, without default-deny it is open.
+    for name, namespace in (("tasks", "flowmill-development"), ("minio", "flowmill")):
+        docs = load(overlay)
+        docs.remove(one(docs, "NetworkPolicy", name, namespace))
+        assert not outcome(TASK, MINIO, 9000)
+    docs = [document for document in load(overlay) if document["kind"] != "NetworkPolicy"]
+    assert outcome(STRANGER, POSTGRES, 5432)
+
+
 # --- the store's lifecycle and the users' policies
 
 
