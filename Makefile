@@ -4,9 +4,21 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 TRITON  = $(VENV)/triton
+VARIANT ?= cpu
+REGISTRY?= localhost
+TAG     ?= 0.1.0-$(VARIANT)
+PROJECT ?= flowmill
+DOMAIN  ?= development
+RECIPE  ?= smoke
+IMAGES  = --image train=$(REGISTRY)/flowmill-train:$(TAG) --image reward=$(REGISTRY)/flowmill-reward:$(TAG)
+COMMIT  = $(shell git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null || echo unknown)
+# all: ship this folder's code; none: use the code that the images hold.
+COPY    ?= all
+FLYTE   = $(BIN)/pyflyte --pkgs workflows
 RUN     = $(BIN)/pyflyte run workflows/flowgrpo.py flowgrpo
 
-.PHONY: demo smoke test test-slow test-interpreter test-gpu lint ui pretrain demo-study env clean help
+.PHONY: demo smoke test test-slow test-interpreter test-gpu test-cluster lint ui pretrain demo-study images stack \
+        package preflight register env clean help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -42,6 +54,9 @@ test-interpreter: $(TRITON)/.installed ## Run the GPU kernels' tests in Triton's
 test-gpu: env    ## Run the kernels' tests on this machine's GPU
 	$(BIN)/python -m pytest -n 8 tests/kernels -m gpu
 
+test-cluster: env ## Run the tests that build and start containers (needs podman)
+	$(BIN)/python -m pytest tests/images tests/k8s -m cluster
+
 lint: env        ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -54,6 +69,25 @@ pretrain: env    ## Make the embedded checkpoint again
 
 demo-study: env  ## The demo on three seeds with its controls (an hour)
 	$(BIN)/python -m workflows.study
+
+images:          ## Build the container images with docker or podman (VARIANT=cuda, REGISTRY=..., TAG=...)
+	$(PYTHON) images/build.py --variant $(VARIANT) --registry $(REGISTRY) --tag $(TAG) $(BUILD)
+
+stack: env       ## Run a recipe as on the cluster, in the built images, without Kubernetes (RECIPE=smoke)
+	$(BIN)/python -m k8s.stack --recipe $(RECIPE) --registry $(REGISTRY) --tag $(TAG)
+
+package: env     ## Write dist/flowmill.tgz: what a cluster registers
+	mkdir -p dist
+	$(FLYTE) package $(IMAGES) --source . --output dist/flowmill.tgz --force --copy $(COPY) \
+	  --in-container-source-path /workspace --env FLOWMILL_COMMIT=$(COMMIT)
+
+preflight: env   ## Say which of Flyte, the store and MLflow cannot be reached
+	$(BIN)/python -m workflows.preflight
+
+register: env    ## Register tasks, workflow and launch plans with Flyte (PROJECT, DOMAIN, REGISTRY, TAG, COPY)
+	$(BIN)/python -m workflows.preflight --only flyte
+	$(FLYTE) register workflows $(IMAGES) --project $(PROJECT) --domain $(DOMAIN) --copy $(COPY) \
+	  --destination-dir /workspace --env FLOWMILL_COMMIT=$(COMMIT) --service-account flowmill-task
 
 clean:           ## Remove the environment, the local store and MLflow's files
 	rm -rf $(VENV) .flowmill mlflow.db mlartifacts mlruns

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="image",
                         help=f"which ones, with what they are built on (default: all): {', '.join(ORDER)}")
     parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tag", default="", help="default: VERSION-COMMIT-VARIANT")
+    parser.add_argument("--tag", default="", help="default: VERSION-VARIANT, such as 0.1.0-cpu")
     parser.add_argument("--registry", default="", help="prefix, such as registry.example.org/team")
     parser.add_argument("--push", action="store_true", help="push what was built and print digests")
     parser.add_argument("--engine", default="", choices=("", "docker", "podman"))
@@ -104,7 +104,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no image named {', '.join(sorted(unknown))}; found {', '.join(ORDER)}")
     engine = find_engine(arguments.engine)
-    tag = arguments.tag or f"{_version()}-{git_revision()}-{arguments.variant}"
+    tag = arguments.tag or f"{_version()}-{arguments.variant}"
     prefix = f"{arguments.registry.rstrip('/')}/" if arguments.registry else "localhost/" if engine == "podman" else ""
     names = {name: f"{prefix}flowmill-{name}:{tag}" for name in ORDER}
     wanted = set(arguments.names or ORDER)

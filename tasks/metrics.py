@@ -138,7 +138,9 @@ def _version(package: str) -> str:
 
 
 def git_commit() -> str:
-    """Commit of the project folder, or of the image (baked in as the file COMMIT), or 'unknown'."""
+    """Commit of the project folder, of the image (baked in as the file COMMIT) or of a registration, or 'unknown'."""
+    if os.environ.get("FLOWMILL_COMMIT"):
+        return os.environ["FLOWMILL_COMMIT"]
     baked = ROOT / "COMMIT"
     if baked.exists():
         return baked.read_text().strip()

@@ -77,8 +77,10 @@ def train(run: RunPlan) -> RunSummary:
                 spec=run.evaluate, policy=policy, previous=list(evaluations), store_uri=run.store_uri, role=role,
                 scope=f"{run.scope}-{run.report_key[:16]}"), f"evaluate-{number}")
             evaluations.append(evaluation)
-            reported.append(tracking.record_evaluation(run=run, evaluation=evaluation))
-    return tracking.finish(run=run, policy=policy, evaluations=evaluations, recorded=[recorded, *reported])
+            reported.append(_on(run.topology.control, tracking.record_evaluation(run=run, evaluation=evaluation),
+                                f"report-{number}"))
+    return _on(run.topology.control, tracking.finish(
+        run=run, policy=policy, evaluations=evaluations, recorded=[recorded, *reported]), "finish")
 
 
 def _last_usable(store: Store, recorded: dict[int, PolicyRef]) -> int:
