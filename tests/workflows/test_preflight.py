@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tasks.contracts.config import ROOT
 from tests.fixtures_s3 import s3_server  # noqa: F401
 from tests.workflows.test_reconcile import FlyteAdmin, free_port, run_program
 from workflows import preflight
@@ -204,6 +207,15 @@ def test_a_check_that_hangs_or_breaks_does_not_hold_up_the_others():
     assert not preflight.report(results)
 
 
+def test_the_program_ends_although_a_check_hangs():
+    code = ("import time\nfrom workflows import preflight\n"
+            "print(preflight.run_checks({'slow': lambda: time.sleep(30) or ''}, limit_s=0.1))")
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - started < 15
+    assert "no answer within" in done.stdout
+
+
 # ---- Flyte -----------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +344,7 @@ def test_a_folder_as_the_store(check, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("answers", "words"), [
     ({}, "something answers there that is not MLflow"),
     ({"/health": (200, "OK")}, "something answers there that is not MLflow"),
+    ({"/health": (200, "OK"), SEARCH: (200, "[]")}, "something answers there that is not MLflow"),
     ({"/health": (200, "<html>"), SEARCH: (200, "<html>")}, "something answers there that is not MLflow"),
     ({"/health": (200, "OK"), SEARCH: (500, "no database")}, "is up, its API is not (500: no database)"),
     ({"/health": (200, "OK"), SEARCH: (401, "You are not authenticated")}, "set MLFLOW_TRACKING_USERNAME"),
