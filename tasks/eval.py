@@ -4,6 +4,7 @@ Fixed prompts that training never sees, fixed noise, ODE sampling, its own steps
 runs are paired sample by sample. Every number is stored with the protocol it was measured under.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def sample_ode(spec: EvaluateSpec, policy: Policy, prompts: Sequence[str], purpo
     from tasks import sde
     from tasks.sampling import denoise
 
-    config, size = spec.evaluation, spec.runtime.micro_batch_size
+    config, size = spec.evaluation, run.micro_batch_size
     sigmas = sde.sigma_schedule(spec.schedule, config.num_inference_steps, spec.shift)
 
     def work(batch: tuple[list[int], int]) -> Any:
@@ -87,13 +88,16 @@ def evaluate_policy(spec: EvaluateSpec, policy: PolicyRef, store: Store, role: R
     started = time.perf_counter()
     numbers: dict[str, dict[str, float]] = {}
     files: dict[str, Any] = {}
+    sizes: list[int] = []
     with session(spec.runtime, role) as run:
         for variant in config.weights:
             if policy.weights is None and numbers:  # the base has no average of its own
                 numbers[variant] = numbers[config.weights[0]]
                 continue
             loaded = run.policy(spec.policy, policy, store, 0, spec.dtype, variant)
-            numbers[variant], samples, media = measure(spec, loaded.policy, prompts, run)
+            numbers[variant], samples, media = run.shrinking(
+                functools.partial(measure, spec, loaded.policy, prompts, run), f"evaluation after {policy.step}")
+            sizes.append(run.micro_batch_size)
             files[f"samples_{variant}"] = samples
             if variant == config.weights[0]:
                 files["media"], media_meta = media_parts(media)
@@ -103,7 +107,7 @@ def evaluate_policy(spec: EvaluateSpec, policy: PolicyRef, store: Store, role: R
     protocol = {"num_inference_steps": config.num_inference_steps, "guidance_scale": config.guidance_scale,
                 "seed": config.seed, "schedule": spec.schedule, "shift": spec.shift, "sampler": "ode",
                 "prompts": spec.prompts, "prompts_digest": prompts.digest, "num_prompts": len(prompts),
-                "weights": list(config.weights), "micro_batch_size": spec.runtime.micro_batch_size}
+                "weights": list(config.weights), "micro_batch_size": min(sizes)}
     manifest = store.put("evaluations", key, files=files, count=len(prompts),
                          meta={"numbers": numbers, "protocol": protocol, "step": policy.step, "media": media_meta,
                                "prompts": prompts.texts},

@@ -24,7 +24,7 @@ VERSION = "1"
 """Raised when the same inputs would give other trajectories."""
 
 
-def sampling_contract(spec: RolloutSpec, loaded: LoadedPolicy) -> SamplingContract:
+def sampling_contract(spec: RolloutSpec, loaded: LoadedPolicy, micro_batch_size: int) -> SamplingContract:
     """The Markov chain that `spec` draws from, as it is stored with the trajectories."""
     sampling = spec.sampling
     sigmas = schedule_of(spec)
@@ -33,7 +33,7 @@ def sampling_contract(spec: RolloutSpec, loaded: LoadedPolicy) -> SamplingContra
         schedule=sampling.schedule, shift=sampling.shift, num_inference_steps=sampling.num_inference_steps,
         sigmas_digest=hashlib.sha256(sigmas.numpy().tobytes()).hexdigest(), guidance_scale=sampling.guidance_scale,
         sde_kind=sampling.sde_kind, noise_level=sampling.noise_level, dtype=spec.dtype, kernels=spec.runtime.kernels,
-        micro_batch_size=spec.runtime.micro_batch_size)
+        micro_batch_size=micro_batch_size)
 
 
 def schedule_of(spec: RolloutSpec) -> Any:
@@ -87,7 +87,7 @@ def draw_trajectories(spec: RolloutSpec, loaded: LoadedPolicy, iteration: int, r
                 sde.noise(latent_shape, sde.derive_seed(spec.seed, iteration, row, f"step/{step}")) for row in rows]))
         return done.final_latents[:num_real], done.step_latents[:num_real], done.log_probs[:num_real]
 
-    num_samples, size = sampling.num_samples, spec.runtime.micro_batch_size
+    num_samples, size = sampling.num_samples, run.micro_batch_size
     parts = list(progress(run.map(work, micro_batches(num_samples, size)), -(-num_samples // size), "rollout"))
     final, pairs, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
     ids = torch.arange(num_samples)
@@ -100,7 +100,7 @@ def draw_trajectories(spec: RolloutSpec, loaded: LoadedPolicy, iteration: int, r
         condition_refs={"prompt": tuple(prompt_refs[text] for text in texts)}, sigmas=sigmas,
         sde_indices=torch.tensor(steps, dtype=torch.int64).expand(num_samples, -1).contiguous(),
         step_mask=torch.ones(num_samples, len(steps), dtype=torch.bool), step_latents=pairs, log_probs=log_probs,
-        final_latents=final, media=loaded.policy.decode(final), contract=sampling_contract(spec, loaded))
+        final_latents=final, media=loaded.policy.decode(final), contract=sampling_contract(spec, loaded, size))
 
 
 _INDEX = ("sample_ids", "group_ids", "parent_ids", "sigmas", "sde_indices", "step_mask", "log_probs")
@@ -144,10 +144,11 @@ def load_trajectories(store: Store, ref: TrajectoryRef) -> TrajectoryBatch:
 
 
 def rollout_metrics(batch: TrajectoryBatch) -> dict[str, float]:
-    """Sample diversity: root mean square distance between members of a group, in latent units."""
+    """Sample diversity (root mean square distance between members of a group, in latent units), micro-batch size."""
     groups = [batch.final_latents[batch.group_ids == group] for group in batch.group_ids.unique()]
     distances = [pairwise_distance(members) for members in groups if len(members) > 1]
-    return {"rollout/diversity": sum(distances) / len(distances)} if distances else {}
+    return {"rollout/micro_batch_size": float(batch.contract.micro_batch_size),
+            **({"rollout/diversity": sum(distances) / len(distances)} if distances else {})}
 
 
 def pairwise_distance(members: Any) -> float:
@@ -167,7 +168,7 @@ def roll_out(spec: RolloutSpec, policy: PolicyRef, iteration: int, store: Store,
     with session(spec.runtime, role) as run:
         loaded = run.policy(spec.policy, policy, store, spec.seed, spec.dtype, spec.sampling.weights)
         computing = time.perf_counter()
-        batch = draw_trajectories(spec, loaded, iteration, run)
+        batch = run.shrinking(lambda: draw_trajectories(spec, loaded, iteration, run), f"rollout {iteration}")
         computed = time.perf_counter() - computing
     stats = {"seconds": time.perf_counter() - started, "compute_seconds": computed, "metrics": rollout_metrics(batch)}
     return save_trajectories(store, key, batch, stats)

@@ -5,19 +5,23 @@ a result's bits with the number of lanes. A lane is a thread that runs single-th
 computed whole by one lane, and results are combined in micro-batch order.
 """
 
+import gc
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tasks.contracts.config import Dtype, PolicyConfig, RoleConfig, RuntimeConfig, digest_of
+from tasks.contracts.config import Dtype, KernelMode, PolicyConfig, RoleConfig, RuntimeConfig, digest_of
+from tasks.contracts.errors import ConfigError, MemoryLimitError
 from tasks.contracts.refs import PolicyRef
 from tasks.policies import base
 from tasks.store import Store
 
+log = logging.getLogger("flowmill.runtime")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -44,6 +48,8 @@ class Session:
     def __init__(self, runtime: RuntimeConfig, role: RoleConfig, pool: ThreadPoolExecutor) -> None:
         self.runtime = runtime
         self.role = role
+        self.micro_batch_size = runtime.micro_batch_size
+        """Rows of every forward pass from now on; see `shrinking`."""
         self._pool = pool
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -63,10 +69,36 @@ class Session:
         finally:
             for future in waiting:
                 future.cancel()
+            wait(waiting)  # after an error: what still runs holds memory
+
+    def shrinking(self, action: Callable[[], Result], what: str, *, refuse_because: str = "") -> Result:
+        """Do `action`, which runs micro-batches of `micro_batch_size`; again with half of it when memory runs out.
+
+        Args:
+            what: What is done, for messages.
+            refuse_because: Why the size may not change here; empty = it may.
+
+        Raises:
+            MemoryLimitError: memory ran out and the size may not, or cannot, be halved.
+        """
+        while True:
+            size = self.micro_batch_size
+            try:
+                return action()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if refuse_because or size == 1:
+                    raise MemoryLimitError(
+                        f"{what}: out of memory with micro-batches of {size} rows ({type(error).__name__}). "
+                        f"{refuse_because or 'One row is the least there is: give the role more memory.'}") from None
+            _free_memory()
+            self.micro_batch_size = size // 2
+            log.warning("%s: out of memory with micro-batches of %d rows; going on with %d", what, size, size // 2)
 
     def policy(self, config: PolicyConfig, ref: PolicyRef, store: Store, seed: int, dtype: Dtype,
                variant: str = "raw") -> LoadedPolicy:
-        """The policy of `ref`, loaded once and kept for the next task of this process.
+        """The policy of `ref` with the runtime's kernels, loaded once and kept for the next task of this process.
 
         Args:
             variant: ``raw``, ``ema`` or ``old`` weights.
@@ -74,7 +106,7 @@ class Session:
         Raises:
             CheckpointError: the base checkpoint is not the one the reference was trained from.
         """
-        loaded = load_policy(config, seed, dtype)
+        loaded = load_policy(config, seed, dtype, self.runtime.kernels)
         check_base(loaded, ref)
         source = ref.state if variant == "old" else ref.weights
         wanted = f"{source.digest}/{variant}" if source else ""
@@ -85,20 +117,64 @@ class Session:
         return loaded
 
 
-def load_policy(config: PolicyConfig, seed: int, dtype: Dtype) -> LoadedPolicy:
-    """Build a policy, or find it still loaded from an earlier task."""
+def load_policy(config: PolicyConfig, seed: int, dtype: Dtype, kernels: KernelMode = "reference") -> LoadedPolicy:
+    """Build a policy, or find it still loaded from an earlier task.
+
+    Raises:
+        ConfigError: kernels are asked for that this environment does not have.
+    """
     from tasks.plugins import load
 
-    key = digest_of({"policy": config.model_dump(mode="json"), "seed": seed, "dtype": dtype})
+    key = digest_of({"policy": config.model_dump(mode="json"), "seed": seed, "dtype": dtype, "kernels": kernels})
     with _warm_lock:
         if key not in _warm:
             policy = load("policies", config.name).build(config, dtype)
             base.prepare_trainable(policy, seed)
+            if kernels != "reference":
+                _apply_kernels(policy, kernels)
             _warm[key] = LoadedPolicy(policy, base.copy_weights(policy))
             while len(_warm) > _KEEP_WARM:
                 _warm.popitem(last=False)
         _warm.move_to_end(key)
         return _warm[key]
+
+
+def _apply_kernels(policy: base.Policy, mode: KernelMode) -> None:
+    """Replace the arithmetic of a policy's components by that of `flowmill-kernels`."""
+    import torch
+
+    try:
+        import flowmill_kernels
+    except ImportError as error:
+        raise ConfigError(
+            f"runtime.kernels: {mode} needs the package flowmill-kernels, which is not installed here ({error}). Use "
+            "an image that is built on flowmill-kernels (`make images`), install it with `pip install --no-deps "
+            "./kernels`, or set runtime.kernels: reference.") from None
+    for name, module in policy.components.items():
+        device = next(module.parameters()).device
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        try:
+            flowmill_kernels.apply_kernels(module, mode, num_sms=num_sms)
+        except ValueError as error:
+            raise ConfigError(f"runtime.kernels: {mode} does not fit component {name!r} of policy "
+                              f"{policy.config.name!r}: {error}. Set runtime.kernels: reference.") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the GPU or of the process ran out."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        # torch's CPU allocator has no class of its own for it.
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def check_base(loaded: LoadedPolicy, ref: PolicyRef) -> None:

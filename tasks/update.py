@@ -84,7 +84,7 @@ class Replay:
         self.algorithm = load("algorithms", spec.algorithm.name)
         self.config, self.loaded, self.run = spec.algorithm, loaded, run
         self.trajectories, self.advantages = trajectories, advantages
-        self.size = spec.runtime.micro_batch_size
+        self.size = run.micro_batch_size
         self.seed = derive_seed(spec.seed, iteration, 0, "rows")
         named = base.trainable_parameters(loaded.policy)
         self.parameters = {part: list(values.values()) for part, values in named.items()}
@@ -274,6 +274,7 @@ def update_policy(spec: UpdateSpec, policy: PolicyRef, trajectories: TrajectoryR
 
     Raises:
         ContractError: the batches do not belong together, or were drawn under another sampling contract.
+        MemoryLimitError: memory ran out, and a smaller micro-batch would change the ratio.
     """
     key = digest_of({"stage": f"update/{VERSION}", "spec": spec.model_dump(mode="json"), "iteration": iteration,
                      "trajectories": trajectories.digest, "advantages": advantages.digest,
@@ -292,13 +293,24 @@ def update_policy(spec: UpdateSpec, policy: PolicyRef, trajectories: TrajectoryR
         _require_contract(spec, loaded, batch)
         before = load_state(store, policy, loaded)
         computing = time.perf_counter()
-        after, metrics = train(spec, loaded, before, batch, signal, iteration, run)
+        run.micro_batch_size = batch.contract.micro_batch_size
+        after, metrics = run.shrinking(
+            lambda: train(spec, loaded, before, batch, signal, iteration, run), f"update {iteration}",
+            refuse_because="" if spec.runtime.kernels == "consistent" else _why_not_smaller(run.micro_batch_size))
+        metrics["update/micro_batch_size"] = float(run.micro_batch_size)
         stats = {"metrics": metrics, "compute_seconds": time.perf_counter() - computing,
                  "seconds": time.perf_counter() - started}
         saved = save_state(store, key, after, spec, policy.base_digest, stats)
         assert saved.weights is not None
         loaded.holds = f"{saved.weights.digest}/raw"
     return saved
+
+
+def _why_not_smaller(size: int) -> str:
+    return ("The rollout was drawn with that size, and with runtime.kernels: reference a row's bits depend on it, so "
+            f"the ratio before the first step would not be 1. Set runtime.micro_batch_size: {max(1, size // 2)} and "
+            "run again (the rollout is then drawn again); or runtime.kernels: consistent, with which the update "
+            "shrinks by itself.")
 
 
 def _require_contract(spec: UpdateSpec, loaded: LoadedPolicy, batch: TrajectoryBatch) -> None:
@@ -314,8 +326,16 @@ def _require_contract(spec: UpdateSpec, loaded: LoadedPolicy, batch: TrajectoryB
         "sigmas_digest": hashlib.sha256(sigmas.numpy().tobytes()).hexdigest(),
         "policy": spec.policy.name, "base_digest": loaded.policy.base_digest,
         "latent_shape": tuple(loaded.policy.latent_shape), "dtype": spec.dtype, "kernels": spec.runtime.kernels,
-        "micro_batch_size": spec.runtime.micro_batch_size})
+        "micro_batch_size": _halved(spec.runtime.micro_batch_size, stored.micro_batch_size)})
     stored.require(here, "update")
+
+
+def _halved(size: int, stored: int) -> int:
+    """`stored` if a rollout of the recipe's `size` may have shrunk to it when memory ran out, else `size`."""
+    shrunk = size
+    while shrunk > stored:
+        shrunk //= 2
+    return stored if shrunk == stored else size
 
 
 def save_state(store: Store, key: str, state: TrainState, spec: UpdateSpec, base_digest: str,

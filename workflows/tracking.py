@@ -48,7 +48,7 @@ def configure(recipe: str, overrides: str, kickoff_time: datetime) -> RunConfig:
 
 def identify(config: RunConfig) -> tuple[str, str, str]:
     """(run key, report key, execution id). The id is the cluster's own; locally the same inputs are the same run."""
-    base = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
+    base = load_policy(config.policy, config.seed, config.topology.update.dtype, config.runtime.kernels).policy
     run_key = run_key_of(config, read_prompts(config.prompts.train).digest, base.base_digest)
     report_key = report_key_of(config, run_key, read_prompts(config.prompts.evaluate).digest)
     return run_key, report_key, os.environ.get("FLYTE_INTERNAL_EXECUTION_ID") or f"local-{report_key[:16]}"
@@ -61,7 +61,7 @@ def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     prompts = {path: read_prompts(path) for path in (config.prompts.train, config.prompts.evaluate)}
     # In a session, because what is encoded here may be kept for the stages: it must be their arithmetic.
     with session(config.runtime, config.topology.update):
-        policy = load_policy(config.policy, config.seed, config.topology.update.dtype).policy
+        policy = load_policy(config.policy, config.seed, config.topology.update.dtype, config.runtime.kernels).policy
         for file in prompts.values():
             policy.encode(file.texts)  # a prompt the policy cannot paint is found here, not at iteration 40
     seen = set(prompts[config.prompts.train].texts) & set(prompts[config.prompts.evaluate].texts)
@@ -89,7 +89,7 @@ def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
 
 def base_policy(run: RunPlan) -> PolicyRef:
     """The policy before training."""
-    policy = load_policy(run.update.policy, run.update.seed, run.update.dtype).policy
+    policy = load_policy(run.update.policy, run.update.seed, run.update.dtype, run.update.runtime.kernels).policy
     return PolicyRef(base_digest=policy.base_digest)
 
 

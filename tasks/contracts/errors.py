@@ -38,3 +38,7 @@ class NumericsError(FlowmillError):
 
 class CheckpointError(FlowmillError):
     """A model checkpoint cannot be read or does not fit the model."""
+
+
+class MemoryLimitError(FlowmillError):
+    """Memory ran out, and a smaller micro-batch would not help or would change the results."""
