@@ -24,6 +24,7 @@ log = logging.getLogger("flowmill.metrics")
 EXECUTION_TAG = "flyte.execution_id"
 CLUSTER_TAGS = {"flyte.project": "FLYTE_INTERNAL_EXECUTION_PROJECT", "flyte.domain": "FLYTE_INTERNAL_EXECUTION_DOMAIN"}
 """Tag -> environment variable of a task pod. Runs of this machine have neither."""
+REPORT_TAG = "flowmill.report_key"
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "flytekit", "mlflow", "onnxruntime", "numpy")
 
 
@@ -50,7 +51,10 @@ def client() -> Any:
 
 
 def ensure_run(config: RunConfig, execution_id: str, run_key: str, report_key: str = "") -> str:
-    """The run of an execution: found by its tag, else created, so that a retry opens no second one.
+    """The run of a training, found by its tags, else created.
+
+    A retry has the same execution id. A rerun on a cluster has another, but continues the same training: it takes over
+    that training's run, so the numbers that waited in the store and the curve stay in one place.
 
     Raises:
         TrackingError: MLflow cannot be reached.
@@ -62,15 +66,20 @@ def ensure_run(config: RunConfig, execution_id: str, run_key: str, report_key: s
         with _alone():
             mlflow = client()
             experiment = _experiment(mlflow, config.tracking.experiment)
-            found = mlflow.search_runs([experiment], f"tags.`{EXECUTION_TAG}` = '{execution_id}'", max_results=1)
+            cluster = {tag: os.environ[name] for tag, name in CLUSTER_TAGS.items() if os.environ.get(name)}
+            tags = {EXECUTION_TAG: execution_id, REPORT_TAG: report_key, **cluster, "flowmill.run_key": run_key,
+                    "mlflow.source.git.commit": git_commit()}
+            known = {EXECUTION_TAG: execution_id, **({REPORT_TAG: report_key} if report_key else {})}
+            found = next((runs for tag, value in known.items() if (
+                runs := mlflow.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1))), None)
             if found:
                 run = found[0]
+                for tag, value in tags.items():
+                    if run.data.tags.get(tag) != value:
+                        mlflow.set_tag(run.info.run_id, tag, value)
                 mlflow.update_run(run.info.run_id, RunStatus.to_string(RunStatus.RUNNING))
             else:
-                cluster = {tag: os.environ[name] for tag, name in CLUSTER_TAGS.items() if os.environ.get(name)}
-                run = mlflow.create_run(experiment, run_name=config.name, tags={
-                    EXECUTION_TAG: execution_id, **cluster, "flowmill.run_key": run_key,
-                    "mlflow.source.git.commit": git_commit()})
+                run = mlflow.create_run(experiment, run_name=config.name, tags=tags)
             run_id = run.info.run_id
             sampling = config.sampling
             derived = {"derived.samples_an_iteration": str(sampling.num_samples),

@@ -7,6 +7,7 @@ computed whole by one lane, and results are combined in micro-batch order.
 
 import gc
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tasks.contracts.config import Dtype, KernelMode, PolicyConfig, RoleConfig, RuntimeConfig, digest_of
-from tasks.contracts.errors import ConfigError, MemoryLimitError
+from tasks.contracts.errors import CacheFolderError, ConfigError, MemoryLimitError
 from tasks.contracts.refs import PolicyRef
 from tasks.policies import base
 from tasks.store import Store
@@ -208,11 +209,42 @@ def unflatten(tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return weights
 
 
+_CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR")
+"""Environment variables that name a library's cache folder; where one cannot be written, the library says so late,
+each in its own words, or compiles everything again in every task."""
+
+
+def check_cache_folders() -> None:
+    """Make the cache folders that the environment names.
+
+    Raises:
+        CacheFolderError: one cannot be made or written to; names the variable, the folder and the user.
+    """
+    for name in _CACHES:
+        folder = os.environ.get(name)
+        if not folder:
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+            writable = os.access(folder, os.W_OK)
+        except OSError:
+            writable = False
+        if not writable:
+            raise CacheFolderError(f"cache folder {name}={folder} cannot be written to by user {os.getuid()}. On "
+                                   "Kubernetes mount an emptyDir there (k8s/base/tasks/pod-templates.yaml does, at "
+                                   f"/var/cache/flowmill); elsewhere set {name} to a folder of yours.")
+
+
 @contextmanager
 def session(runtime: RuntimeConfig, role: RoleConfig) -> Iterator[Session]:
-    """Set threads and determinism for a stage, and put everything back afterwards, also after an error."""
+    """Set threads and determinism for a stage, and put everything back afterwards, also after an error.
+
+    Raises:
+        CacheFolderError: a cache folder that the environment names cannot be written to.
+    """
     import torch
 
+    check_cache_folders()
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     # One thread an operator: how a sum is split must not depend on the number of cores.

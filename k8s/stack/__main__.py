@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,36 @@ def text_literal(value: str) -> propeller.literals_pb2.Literal:
     return propeller.literals_pb2.Literal(scalar=propeller.literals_pb2.Scalar(primitive=primitive))
 
 
-def run(recipe: str, overrides: str, images: dict[str, str], folder: Path, engine: str, num_pods: int,
-        fast: bool = False) -> None:
-    """Start everything, run the recipe, report, tear down.
+class Stack:
+    """S3, database and MLflow on loopback, and the packaged workflows; made by `started`."""
+
+    def __init__(self, cluster: Cluster, client: Any, package_: propeller.Package, tracking_uri: str, mlflow: ExitStack,
+                 start_mlflow: Callable[[], None]) -> None:
+        self.cluster, self.client, self.package, self.tracking_uri = cluster, client, package_, tracking_uri
+        self.stop_mlflow, self.start_mlflow = mlflow.close, start_mlflow
+
+    def run(self, recipe: str, overrides: str, report: Callable[[str], None], num_pods: int = 2) -> propeller.Execution:
+        """Run a recipe to its end under a new execution id.
+
+        Raises:
+            TaskFailed: a task failed for good.
+        """
+        execution = propeller.Execution(self.package, self.cluster, self.client, "flyte",
+                                        f"stack{secrets.token_hex(4)}", "flowmill", "development", num_pods, report)
+        execution.run("workflows.flowgrpo.flowgrpo",
+                      {"recipe": text_literal(recipe), "overrides": text_literal(overrides)})
+        return execution
+
+
+@contextmanager
+def started(images: dict[str, str], folder: Path, engine: str, report: Callable[[str], None],
+            fast: bool = False) -> Iterator[Stack]:
+    """Start the services, package the workflows, and tear everything down afterwards.
 
     Raises:
-        StackError: a service did not start, an image is missing, or a task failed.
+        StackError: an image is missing, or a service did not start.
     """
-    started = time.monotonic()
-
-    def report(line: str) -> None:
-        print(f"{time.monotonic() - started:6.1f} s  {line}", flush=True)
+    from minio import Minio
 
     for name, image in images.items():
         if subprocess.run([engine, "image", "inspect", image], capture_output=True).returncode:
@@ -64,23 +83,20 @@ def run(recipe: str, overrides: str, images: dict[str, str], folder: Path, engin
             endpoints={"minio.flowmill.svc.cluster.local:9000": s3_address,
                        "mlflow.flowmill.svc.cluster.local:5000": f"127.0.0.1:{port}"},
             secrets={"flowmill-s3": keys, "mlflow": {"database_uri": database_uri, **keys}})
-        from minio import Minio
-
         client = Minio(s3_address, access, secret, secure=False, region="us-east-1")
         services.make_buckets(client)
         report(f"S3: {s3_name} at {s3_address}; database: {database_name}")
-        stack.enter_context(services.mlflow_server(cluster, images["mlflow"], port))
+        mlflow = stack.enter_context(ExitStack())
+
+        def start_mlflow() -> None:
+            mlflow.enter_context(services.mlflow_server(cluster, images["mlflow"], port))
+
+        start_mlflow()
         report(f"MLflow at http://127.0.0.1:{port}")
         package({name: images[name] for name in ("train", "reward")}, folder / "package.tgz", fast)
         found = propeller.Package.read(folder / "package.tgz")
         report(f"packaged {len(found.tasks)} tasks, {len(found.launch_plans)} launch plans")
-        execution = propeller.Execution(found, cluster, client, "flyte", f"stack{secrets.token_hex(4)}", "flowmill",
-                                        "development", num_pods, report)
-        outputs = execution.run("workflows.flowgrpo.flowgrpo",
-                                {"recipe": text_literal(recipe), "overrides": text_literal(overrides)})
-        report(f"{len(execution.timings)} containers, "
-               f"{sum(seconds for _, seconds in execution.timings):.0f} s in all; outputs: {', '.join(outputs)}")
-        check(f"http://127.0.0.1:{port}", execution.name, client, report)
+        yield Stack(cluster, client, found, f"http://127.0.0.1:{port}", mlflow, start_mlflow)
 
 
 def check(tracking_uri: str, execution: str, client: Any, report: Callable[[str], None]) -> None:
@@ -129,9 +145,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    begun = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"{time.monotonic() - begun:6.1f} s  {line}", flush=True)
+
     try:
-        run(arguments.recipe, arguments.overrides, images, folder, find_engine(arguments.engine), arguments.pods,
-            arguments.fast)
+        with started(images, folder, find_engine(arguments.engine), report, arguments.fast) as stack:
+            execution = stack.run(arguments.recipe, arguments.overrides, report, arguments.pods)
+            in_all = sum(seconds for _, seconds in execution.timings)
+            report(f"{len(execution.timings)} containers, {in_all:.0f} s in all")
+            check(stack.tracking_uri, execution.name, stack.client, report)
     except StackError as error:
         print(f"stack: {error}\nlogs: {folder}/logs", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -107,30 +108,28 @@ def database(folder: Path) -> Iterator[tuple[str, str]]:
         (folder / "mlflow").chmod(0o777)
         yield "sqlite (PostgreSQL is not installed)", f"sqlite:///{folder}/mlflow/mlflow.db"
         return
-    data, port, log, password = folder / "postgres", free_port(), folder / "postgres.log", secrets.token_urlsafe(24)
-    data.mkdir(parents=True)
-    log.touch()
-    options: dict[str, Any] = {"cwd": data, "env": {**os.environ, "LC_ALL": "C.UTF-8"}}
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        options |= {"user": "nobody", "group": "nogroup", "extra_groups": []}
-        shutil.chown(data, "nobody", "nogroup")
-    data.chmod(0o700)
-    password_file = data.parent / "postgres.password"
-    password_file.write_text(password)
-    try:
-        with log.open("ab") as output:
-            made = subprocess.run(
-                [str(programs / "initdb"), "--pgdata=db", "--username=mlflow", "--auth=scram-sha-256",
-                 "--pwfile=/dev/stdin", "--no-sync"], stdin=password_file.open("rb"), stdout=output, stderr=output,
-                **options)
-    finally:
+    port, log, password = free_port(), folder / "postgres.log", secrets.token_urlsafe(24)
+    # Not in `folder`: PostgreSQL refuses to run as root, and another user may not get through to it.
+    with tempfile.TemporaryDirectory(prefix="flowmill-postgres-") as data:
+        options: dict[str, Any] = {"cwd": data, "env": {**os.environ, "LC_ALL": "C.UTF-8"}}
+        password_file = Path(data, "password")
+        password_file.touch(mode=0o600)
+        password_file.write_text(password)
+        if os.geteuid() == 0:
+            options |= {"user": "nobody", "group": "nogroup", "extra_groups": []}
+            for path in (data, password_file):
+                shutil.chown(path, "nobody", "nogroup")
+        made = subprocess.run(
+            [str(programs / "initdb"), "--pgdata=db", "--username=mlflow", "--auth=scram-sha-256",
+             "--pwfile=password", "--no-sync"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         password_file.unlink()
-    if made.returncode:
-        raise StackError(f"initdb failed; its log {log} ends with:\n{log.read_text()[-2000:]}")
-    command = [str(programs / "postgres"), "-D", "db", "-h", "127.0.0.1", "-p", str(port), "-k", "", "-F"]
-    with running(command, log, **options) as process:
-        wait_for("PostgreSQL", lambda: "ready to accept connections" in log.read_text(), process, log, 60)
-        yield "PostgreSQL", f"postgresql+psycopg2://mlflow:{password}@127.0.0.1:{port}/postgres"
+        log.write_bytes(made.stdout)
+        if made.returncode:
+            raise StackError(f"initdb failed; its log {log} ends with:\n{made.stdout.decode()[-2000:]}")
+        command = [str(programs / "postgres"), "-D", "db", "-h", "127.0.0.1", "-p", str(port), "-k", "", "-F"]
+        with running(command, log, **options) as process:
+            wait_for("PostgreSQL", lambda: "ready to accept connections" in log.read_text(), process, log, 60)
+            yield "PostgreSQL", f"postgresql+psycopg2://mlflow:{password}@127.0.0.1:{port}/postgres"
 
 
 @contextmanager

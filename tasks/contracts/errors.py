@@ -42,3 +42,7 @@ class CheckpointError(FlowmillError):
 
 class MemoryLimitError(FlowmillError):
     """Memory ran out, and a smaller micro-batch would not help or would change the results."""
+
+
+class CacheFolderError(FlowmillError):
+    """A folder that the environment names for a library's cache cannot be written to."""

@@ -93,7 +93,8 @@ def test_every_module_is_byte_compiled_and_none_twice(run, name):
 def test_the_project_is_found_without_pythonpath_and_no_kernels_folder_is(run, name):
     assert run(name, "echo \"[$PYTHONPATH]\"; python -c 'import workflows.flowgrpo as w; print(w.__file__)'; "
                      "python -c 'import importlib.util as u; print(u.find_spec(\"kernels\"))'; "
-                     "wc -l < /opt/flowmill/COMMIT").split() == ["[]", "/opt/flowmill/workflows/flowgrpo.py", "None", "1"]
+                     "wc -l < /opt/flowmill/COMMIT").split() == [
+                         "[]", "/opt/flowmill/workflows/flowgrpo.py", "None", "1"]
 
 
 def test_train_holds_the_generators_the_kernels_and_both_readers(run):

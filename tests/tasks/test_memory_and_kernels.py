@@ -8,11 +8,11 @@ import torch
 
 from tasks import update
 from tasks.contracts.config import RunConfig, load_recipe
-from tasks.contracts.errors import ConfigError, ContractError, MemoryLimitError
+from tasks.contracts.errors import CacheFolderError, ConfigError, ContractError, MemoryLimitError
 from tasks.contracts.refs import PolicyRef
 from tasks.eval import evaluate_policy
 from tasks.rollout import load_trajectories, roll_out
-from tasks.runtime import is_out_of_memory, load_policy
+from tasks.runtime import is_out_of_memory, load_policy, session
 from tasks.store import Store, open_store
 from tests.runs import TINY
 from tests.tasks.test_update import draw
@@ -162,3 +162,15 @@ def test_without_the_kernels_wheel_the_message_says_what_to_do(monkeypatch):
         base_of(config)
     assert "make images" in str(caught.value)
     assert "runtime.kernels: reference" in str(caught.value)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_before_a_stage_begins(monkeypatch, tmp_path):
+    config = recipe()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "triton"))
+    with session(config.runtime, config.topology.update):
+        assert (tmp_path / "new" / "triton").is_dir()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file" / "hub"))
+    with pytest.raises(CacheFolderError, match=r"HF_HOME=.*hub cannot be written to by user"), session(
+            config.runtime, config.topology.update):
+        pass

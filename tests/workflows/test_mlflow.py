@@ -401,3 +401,23 @@ def test_the_compare_page_draws_both_runs_and_their_curves(two_runs, run_of, tmp
     assert legend == {"seed-0", "seed-1"}
     lines = re.findall(r'class="js-line"[^>]* d="(M[^"]+L[^"]+)"', curves)
     assert len(set(lines)) == 2, lines
+
+
+def test_a_rerun_on_a_cluster_takes_over_the_run_of_the_same_training(monkeypatch, tmp_path):
+    """A relaunched execution has another id; its training, its spool and its curve are the same."""
+    from tasks import metrics
+    from tasks.contracts.config import load_recipe
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_PROJECT", "flowmill")
+    config = load_recipe("smoke")
+    first = metrics.ensure_run(config, "execution-1", "run", "report")
+    metrics.finish(first, "KILLED")
+    again = metrics.ensure_run(config, "execution-2", "run", "report")
+    assert again == first
+    run = metrics.client().get_run(first)
+    assert run.info.status == "RUNNING"
+    assert run.data.tags[metrics.EXECUTION_TAG] == "execution-2"
+    assert metrics.find_run(config.tracking.experiment, "execution-1") is None
+    assert metrics.ensure_run(config, "execution-3", "run", "judged otherwise") != first
+    assert metrics.ensure_run(config, "execution-2", "run", "report") == first, "a retry"
