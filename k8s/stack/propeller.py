@@ -107,7 +107,10 @@ class Execution:
             if workflow.HasField("failure_node"):
                 self.report(f"{error.node} failed; running the workflow's failure node")
                 resolved = {item.var: _resolve(item.binding, {"": known}) for item in workflow.failure_node.inputs}
-                self._task(workflow.failure_node, resolved, self.package.tasks)
+                try:
+                    self._task(workflow.failure_node, resolved, self.package.tasks)
+                except TaskFailed as other:
+                    self.report(f"the failure node failed too: {other}")
             raise
 
     def _graph(self, nodes: Sequence[Any], outputs: Sequence[Any], inputs: Literals,
