@@ -94,7 +94,7 @@ def main() -> None:
                         help=f"which ones, with what they are built on (default: all): {', '.join(ORDER)}")
     parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tag", default="", help="default: VERSION-VARIANT, such as 0.1.0-cpu")
-    parser.add_argument("--registry", default="", help="prefix, such as registry.example.org/team")
+    parser.add_argument("--registry", default="localhost", help="prefix, such as registry.example.org/team")
     parser.add_argument("--push", action="store_true", help="push what was built and print digests")
     parser.add_argument("--engine", default="", choices=("", "docker", "podman"))
     parser.add_argument("--python-image", default="", help="another base image than the Dockerfiles' pinned one")
@@ -105,8 +105,7 @@ def main() -> None:
         parser.error(f"no image named {', '.join(sorted(unknown))}; found {', '.join(ORDER)}")
     engine = find_engine(arguments.engine)
     tag = arguments.tag or f"{_version()}-{arguments.variant}"
-    prefix = f"{arguments.registry.rstrip('/')}/" if arguments.registry else "localhost/" if engine == "podman" else ""
-    names = {name: f"{prefix}flowmill-{name}:{tag}" for name in ORDER}
+    names = {name: f"{arguments.registry.rstrip('/')}/flowmill-{name}:{tag}" for name in ORDER}
     wanted = set(arguments.names or ORDER)
     wanted |= {parent for name in wanted for parent in NEEDS[name]}
     for name in ORDER:

@@ -66,6 +66,8 @@ INLINE: dict[str, str | type] = {
     "catalog-cache.max-cache-age": DURATION,                              # nodes/task/catalog Config
     "propeller.workflow-reeval-duration": DURATION,                       # controller/config Config
     "propeller.downstream-eval-duration": DURATION,
+    **{f"propeller.node-config.default-deadlines.{what}-deadline": DURATION  # controller/config NodeConfig
+       for what in ("node-execution", "node-active", "workflow-active")},
     "plugins.k8s.default-pod-template-name": NAME,                        # flytek8s/config K8sPluginConfig
     "plugins.k8s.default-pod-template-resync": DURATION,
     "plugins.k8s.inject-finalizer": bool,
