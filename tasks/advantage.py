@@ -61,6 +61,7 @@ def load_advantages(store: Store, ref: AdvantageRef) -> AdvantageBatch:
 
 
 @task(**resources.task_options("advantage", version=VERSION, ignore=("store_uri", "role")))
+@resources.retried
 def advantage(spec: AdvantageSpec, trajectories: TrajectoryRef, rewards: RewardRef, scope: str, store_uri: str,
               role: RoleConfig) -> AdvantageRef:
     """Turn scores into advantages."""

@@ -128,6 +128,7 @@ def load_media(store: Store, ref: EvaluationRef) -> Any:
 # Flyte's own deck pages cost 0.5 s an evaluation: one of them asks pip what is installed.
 @task(enable_deck=True, deck_fields=(),
       **resources.task_options("evaluate", version=VERSION, ignore=("store_uri", "role", "previous")))
+@resources.retried
 def evaluate(spec: EvaluateSpec, policy: PolicyRef, previous: list[EvaluationRef], scope: str, store_uri: str,
              role: RoleConfig) -> EvaluationRef:
     """Measure a policy on fixed prompts and noise; the Deck shows the samples and the curve so far."""

@@ -5,12 +5,36 @@ stage's node with the topology of the run's own recipe (`node_overrides`). Two t
 PodTemplate's name and the secrets.
 """
 
-from functools import cache
-from typing import Any
+import os
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from flytekit import Cache, FlyteContextManager, Resources, Secret
+from flytekit.exceptions.user import FlyteRecoverableException
 
 from tasks.contracts.config import RECIPES, RoleConfig, Topology
+from tasks.contracts.errors import StoreUnavailableError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def retried(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """On a cluster, let Flyte run the task again, `retries` times, when the store does not answer.
+
+    Flyte runs a task again only for this exception and for pods that were lost; every other error is final.
+    """
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except StoreUnavailableError as error:
+            if "FLYTE_INTERNAL_EXECUTION_ID" not in os.environ:
+                raise
+            raise FlyteRecoverableException(str(error)) from error
+
+    return call
 
 
 @cache

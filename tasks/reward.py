@@ -143,6 +143,7 @@ def reward_metrics(batch: RewardBatch) -> dict[str, float]:
 
 
 @task(**resources.task_options("reward", version=VERSION, ignore=("store_uri", "role")))
+@resources.retried
 def reward(spec: RewardSpec, trajectories: TrajectoryRef, scope: str, store_uri: str, role: RoleConfig) -> RewardRef:
     """Score an iteration's samples."""
     return score_trajectories(spec, trajectories, open_store(store_uri), role)

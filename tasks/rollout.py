@@ -175,6 +175,7 @@ def roll_out(spec: RolloutSpec, policy: PolicyRef, iteration: int, store: Store,
 
 
 @task(**resources.task_options("rollout", version=VERSION, ignore=("store_uri", "role")))
+@resources.retried
 def rollout(
     spec: RolloutSpec, policy: PolicyRef, iteration: int, scope: str, store_uri: str, role: RoleConfig,
 ) -> TrajectoryRef:

@@ -364,6 +364,7 @@ def _policy_ref(base_digest: str, iteration: int, spec: UpdateSpec, weights: Any
 
 
 @task(**resources.task_options("update", version=VERSION, ignore=("store_uri", "role")))
+@resources.retried
 def update(spec: UpdateSpec, policy: PolicyRef, trajectories: TrajectoryRef, advantages: AdvantageRef, iteration: int,
            scope: str, store_uri: str, role: RoleConfig) -> PolicyRef:
     """Train the policy on an iteration's samples."""

@@ -11,7 +11,7 @@ from tasks.contracts.config import RoleConfig
 from tasks.contracts.refs import PolicyRef
 from tasks.contracts.run import RunPlan, RunSummary
 from tasks.eval import evaluate
-from tasks.resources import node_overrides
+from tasks.resources import node_overrides, retried
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.store import Store, open_store
@@ -55,6 +55,7 @@ def _on(role: RoleConfig, promise: Any, node_name: str) -> Any:
 
 # No time limit: a dynamic task is as long as its children, the whole run.
 @dynamic(**{**tracking.OPTIONS, "timeout": 0})
+@retried
 def train(run: RunPlan) -> RunSummary:
     """Run the iterations that are not yet recorded, evaluating where the plan says; then finish the run."""
     store = open_store(run.store_uri)

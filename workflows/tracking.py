@@ -23,7 +23,7 @@ from tasks.contracts.refs import AdvantageRef, EvaluationRef, PolicyRef, RewardR
 from tasks.contracts.run import RunPlan, RunSummary, report_key_of, run_key_of
 from tasks.eval import headline, load_media
 from tasks.prompts import read_prompts
-from tasks.resources import registered_topology, uncached_task_options
+from tasks.resources import registered_topology, retried, uncached_task_options
 from tasks.runtime import load_policy, session
 from tasks.store import Store, open_store
 
@@ -55,6 +55,7 @@ def identify(config: RunConfig) -> tuple[str, str, str]:
 
 
 @task(**OPTIONS)
+@retried
 def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     """Validate everything a run needs before it costs time: recipe, prompts, checkpoint, store, MLflow."""
     config = configure(recipe, overrides, kickoff_time)
@@ -108,6 +109,7 @@ def recorded_policies(store: Store, run: RunPlan) -> dict[int, PolicyRef]:
 
 
 @task(**OPTIONS)
+@retried
 def record(run: RunPlan, number: int, trajectories: TrajectoryRef, rewards: RewardRef, advantages: AdvantageRef,
            policy: PolicyRef, previous: int) -> int:
     """Write an iteration's numbers to MLflow, note it as finished, and drop data that is no longer needed.
@@ -177,6 +179,7 @@ def prune(store: Store, run: RunPlan, number: int) -> None:
 
 
 @task(**OPTIONS)
+@retried
 def record_evaluation(run: RunPlan, evaluation: EvaluationRef) -> int:
     """Write an evaluation's numbers and its image grid to MLflow."""
     store = open_store(run.store_uri)
@@ -218,6 +221,7 @@ def _overhead(store: Store, run: RunPlan) -> float | None:
 
 
 @task(**OPTIONS)
+@retried
 def finish(run: RunPlan, policy: PolicyRef, evaluations: list[EvaluationRef], recorded: list[int]) -> RunSummary:
     """End the run: before/after picture, the policy as an artifact, a registered version, status FINISHED.
 

@@ -24,6 +24,10 @@ class StoreError(FlowmillError):
     """The artifact store is unreachable, misconfigured, full, or holds corrupt data."""
 
 
+class StoreUnavailableError(StoreError):
+    """The store did not answer, or said that it is busy, for longer than was waited; it may work again later."""
+
+
 class ArtifactGoneError(StoreError):
     """An artifact is known by its manifest, but its data has expired or was deleted."""
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from tasks.contracts.errors import StoreError
+from tasks.contracts.errors import StoreError, StoreUnavailableError
 from tasks.store.backend import Chunks, StoreHealth
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ class Bucket:
         elif advice is None and self._endpoint.startswith("http://") and (
                 "HTTPS server" in text or code == "BadRequest" or (isinstance(error, ProtocolError) and attempts == 1)):
             advice = f"it refuses plain HTTP ({text}); FLOWMILL_S3_ENDPOINT probably should start with https://"
+        kind = StoreUnavailableError if advice is None and error is not None and _is_temporary(error) else StoreError
         if advice is None:
             advice = (f"{text}. After {attempts} attempt(s): check that the endpoint is up and reachable from here "
                       "(FLOWMILL_S3_ENDPOINT)")
-        return StoreError(f"{doing}: S3 endpoint {self._endpoint}, bucket {self.bucket!r}: {advice}. Then rerun: "
+        return kind(f"{doing}: S3 endpoint {self._endpoint}, bucket {self.bucket!r}: {advice}. Then rerun: "
                           "everything stored before is kept.")
 
     def write(self, items: Sequence[tuple[str, Chunks]], delete_first: str | None = None) -> None:

@@ -150,3 +150,18 @@ def test_mlflow_that_stops_in_mid_run_loses_no_number_and_the_rerun_sends_them(s
     assert [item.step for item in history] == [1, 2]
     assert client.search_runs([runs[0].info.experiment_id], f"tags.`flyte.execution_id` = '{first.name}'") == []
     assert not list(stack.client.list_objects("flowmill", prefix="store/spool/", recursive=True))
+
+
+def test_a_store_that_does_not_answer_is_tried_again_before_the_run_fails(stack):
+    lines: list[str] = []
+    usual = stack.cluster
+    stack.cluster = replace(usual, objects=with_environment(stack, FLOWMILL_S3_ENDPOINT="http://127.0.0.1:9"))
+    try:
+        with pytest.raises(TaskFailed) as caught:
+            stack.run("base", tiny(iterations=1), lines.append)
+    finally:
+        stack.cluster = usual
+    assert "S3 endpoint http://127.0.0.1:9" in caught.value.message
+    assert "everything stored before is kept" in caught.value.message
+    assert [line for line in lines if line.startswith("n0: attempt")] == [
+        "n0: attempt 1 failed and may be tried again", "n0: attempt 2 failed and may be tried again"]

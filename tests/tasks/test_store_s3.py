@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tasks.contracts.config import ROOT
-from tasks.contracts.errors import ArtifactGoneError, StoreError
+from tasks.contracts.errors import ArtifactGoneError, StoreError, StoreUnavailableError
 from tasks.contracts.refs import TrajectoryRef
 from tasks.store import Store, open_store
 from tests.fixtures_s3 import meet_before_making_an_id, s3_server  # noqa: F401
@@ -153,12 +153,13 @@ def test_versioning_that_is_off_is_a_warning(server):
 
 
 @contextmanager
-def raises_soon(*parts: str) -> Iterator[None]:
-    """A StoreError that survives pickling, holds every part and comes within 5 s."""
+def raises_soon(*parts: str, kind: type[StoreError] = StoreError) -> Iterator[None]:
+    """A StoreError of that very class that survives pickling, holds every part and comes within 5 s."""
     start = time.monotonic()
     with pytest.raises(StoreError) as caught:
         yield
     assert time.monotonic() - start < 5
+    assert type(caught.value) is kind
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
 
@@ -195,27 +196,29 @@ def test_a_missing_bucket_says_how_to_create_it_and_is_not_made(server):
 
 
 def test_a_bad_endpoint_says_so(server, monkeypatch):
-    for endpoint, parts in (("http://127.0.0.1:9", ("refused", "FLOWMILL_S3_ENDPOINT")),
-                            (server.endpoint.replace("http:", "https:"), ("does not speak TLS", "http://")),
-                            ("127.0.0.1:9000", ("expected http://host:port",)),
-                            ("http://127.0.0.1:9000/path", ("expected http://host:port",)),
-                            ("http://no-such-host.invalid:9000", ("resolve", "FLOWMILL_S3_ENDPOINT"))):
+    later = StoreUnavailableError
+    for endpoint, kind, parts in (
+            ("http://127.0.0.1:9", later, ("refused", "FLOWMILL_S3_ENDPOINT")),
+            (server.endpoint.replace("http:", "https:"), StoreError, ("does not speak TLS", "http://")),
+            ("127.0.0.1:9000", StoreError, ("expected http://host:port",)),
+            ("http://127.0.0.1:9000/path", StoreError, ("expected http://host:port",)),
+            ("http://no-such-host.invalid:9000", later, ("resolve", "FLOWMILL_S3_ENDPOINT"))):
         monkeypatch.setenv("FLOWMILL_S3_ENDPOINT", endpoint)
-        with raises_soon(endpoint, *parts):
+        with raises_soon(endpoint, *parts, kind=kind):
             open_store(f"s3://{BUCKET}/p")
 
 
 def test_an_endpoint_that_never_answers_is_given_up_within_5_s(server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("FLOWMILL_S3_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with raises_soon("timed out", "FLOWMILL_S3_ENDPOINT"):
+        with raises_soon("timed out", "FLOWMILL_S3_ENDPOINT", kind=StoreUnavailableError):
             open_store(f"s3://{BUCKET}/p")
 
 
 def test_a_name_server_that_never_answers_is_given_up(server, monkeypatch):
     monkeypatch.setattr("tasks.store.bucket._PREFLIGHT_S", 1.0)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(6))
-    with raises_soon("no answer within 1 s", "FLOWMILL_S3_ENDPOINT"):
+    with raises_soon("no answer within 1 s", "FLOWMILL_S3_ENDPOINT", kind=StoreUnavailableError):
         open_store(f"s3://{BUCKET}/p")
 
 
@@ -278,7 +281,7 @@ def test_failures_that_pass_are_retried(store, monkeypatch):
     with stand_in(lambda handler, _: reply(handler, 503, slow_down)) as endpoint:
         monkeypatch.setattr(store._backend, "_endpoint", endpoint)
         del store._backend.__dict__["_client"]
-        with raises_soon("SlowDown", "After 3 attempt(s)", endpoint):
+        with raises_soon("SlowDown", "After 3 attempt(s)", endpoint, kind=StoreUnavailableError):
             store.read_bytes("spool/x")
 
 
@@ -334,7 +337,7 @@ def test_a_server_that_dies_in_mid_run_loses_nothing_and_is_waited_for(store, se
         with monkeypatch.context() as change:
             change.setattr("tasks.store.bucket._RETRY_DELAYS_S", (0.1, 0.2))
             for action in (lambda: put(store), lambda: store.load(before, "batch"), lambda: store.keys("trajectories")):
-                with raises_soon(server.endpoint, "After 3 attempt(s)", "rerun", "kept"):
+                with raises_soon(server.endpoint, "After 3 attempt(s)", "rerun", "kept", kind=StoreUnavailableError):
                     action()
             # SeaweedFS takes 3 to 10 s to come back, longer than the real delays add up to.
             change.setattr("tasks.store.bucket._RETRY_DELAYS_S", (0.3,) * 60)

@@ -14,10 +14,13 @@ import yaml
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.core.identifier import ResourceType
 from flytekit.tools.repo import serialize_get_control_plane_entities, serialize_load_only
 
+from tasks import advantage, eval, reward, rollout, update
 from tasks.contracts.config import ROOT, RoleConfig, load_recipe
+from tasks.contracts.errors import StoreUnavailableError
 from tasks.contracts.recipes import recipe_names
 from tasks.contracts.run import RunPlan
 from tasks.resources import uncached_task_options
@@ -263,3 +266,26 @@ def test_a_plan_is_the_same_after_a_flyte_edge():
     assert again == plan
     assert type(again.update.algorithm) is type(plan.update.algorithm)
     assert again.rollout.seed == 9007199254740993, "2^53 + 1 does not survive a float"
+
+
+@pytest.mark.parametrize("task", [
+    rollout.rollout, reward.reward, advantage.advantage, update.update, eval.evaluate, tracking.plan, tracking.record,
+    tracking.record_evaluation, tracking.finish, iteration.train], ids=lambda task: task.name)
+def test_a_store_that_does_not_answer_fails_a_task_so_that_flyte_tries_again(task, monkeypatch):
+    def unavailable(*_, **__):
+        raise StoreUnavailableError("writing s3://b/x: no answer")
+
+    for place in [module for name, module in sys.modules.items() if name.startswith(("tasks.", "workflows."))]:
+        if hasattr(place, "open_store"):
+            monkeypatch.setattr(place, "open_store", unavailable)
+    arguments = {**dict.fromkeys(task.python_interface.inputs), "policy": SimpleNamespace(weights=0, state=0)}
+    arguments = {name: arguments[name] for name in task.python_interface.inputs}
+    if task is tracking.plan:
+        arguments = {"recipe": "smoke", "overrides": "", "kickoff_time": tracking.UNSCHEDULED}
+    elif "run" in arguments:
+        arguments["run"] = plan_of(load_recipe("smoke", ""))
+    with pytest.raises(StoreUnavailableError):  # on a laptop the error itself is shown
+        task.task_function(**arguments)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "e")
+    with pytest.raises(FlyteRecoverableException, match="s3://b/x: no answer"):
+        task.task_function(**arguments)
