@@ -205,7 +205,7 @@ def test_s3_that_goes_down_in_mid_run(launcher, new_place, uninterrupted, s3_ser
         assert_says(done, "StoreUnavailableError", "s3://outage/", "After 5 attempt(s): check that the endpoint is up",
                     "everything stored before is kept")
         refused = launcher.run(place, tiny())
-        assert_says(refused, "StoreError", "opening the store s3://outage", "check that the endpoint is up")
+        assert_says(refused, "StoreUnavailableError", "opening the store s3://outage", "check that the endpoint is up")
     finally:
         s3_server.start()
     for name, value in s3_server.env.items():
