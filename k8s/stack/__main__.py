@@ -41,9 +41,10 @@ def text_literal(value: str) -> propeller.literals_pb2.Literal:
 class Stack:
     """S3, database and MLflow on loopback, and the packaged workflows; made by `started`."""
 
-    def __init__(self, cluster: Cluster, client: Any, package_: propeller.Package, tracking_uri: str, mlflow: ExitStack,
-                 start_mlflow: Callable[[], None]) -> None:
-        self.cluster, self.client, self.package, self.tracking_uri = cluster, client, package_, tracking_uri
+    def __init__(self, images: dict[str, str], cluster: Cluster, client: Any, package_: propeller.Package,
+                 tracking_uri: str, mlflow: ExitStack, start_mlflow: Callable[[], None]) -> None:
+        self.images, self.cluster, self.client, self.package = images, cluster, client, package_
+        self.tracking_uri = tracking_uri
         self.stop_mlflow, self.start_mlflow = mlflow.close, start_mlflow
 
     def run(self, recipe: str, overrides: str, report: Callable[[str], None], num_pods: int = 2) -> propeller.Execution:
@@ -96,7 +97,7 @@ def started(images: dict[str, str], folder: Path, engine: str, report: Callable[
         package({name: images[name] for name in ("train", "reward")}, folder / "package.tgz", fast)
         found = propeller.Package.read(folder / "package.tgz")
         report(f"packaged {len(found.tasks)} tasks, {len(found.launch_plans)} launch plans")
-        yield Stack(cluster, client, found, f"http://127.0.0.1:{port}", mlflow, start_mlflow)
+        yield Stack(images, cluster, client, found, f"http://127.0.0.1:{port}", mlflow, start_mlflow)
 
 
 def check(tracking_uri: str, execution: str, client: Any, report: Callable[[str], None]) -> None:

@@ -98,8 +98,8 @@ def make_buckets(client: Any) -> None:
 
 
 @contextmanager
-def database(folder: Path) -> Iterator[tuple[str, str]]:
-    """(name, SQLAlchemy URI) of a database for MLflow."""
+def database(folder: Path, host: str = "127.0.0.1") -> Iterator[tuple[str, str]]:
+    """(name, SQLAlchemy URI) of a database for MLflow; PostgreSQL listens on `host`, to its subnet."""
     programs = next((path for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
     found = shutil.which("initdb")
     programs = Path(found).resolve().parent if found else programs
@@ -126,10 +126,12 @@ def database(folder: Path) -> Iterator[tuple[str, str]]:
         log.write_bytes(made.stdout)
         if made.returncode:
             raise StackError(f"initdb failed; its log {log} ends with:\n{made.stdout.decode()[-2000:]}")
-        command = [str(programs / "postgres"), "-D", "db", "-h", "127.0.0.1", "-p", str(port), "-k", "", "-F"]
+        with Path(data, "db", "pg_hba.conf").open("a") as rules:
+            rules.write("host all all samenet scram-sha-256\n")
+        command = [str(programs / "postgres"), "-D", "db", "-h", host, "-p", str(port), "-k", "", "-F"]
         with running(command, log, **options) as process:
             wait_for("PostgreSQL", lambda: "ready to accept connections" in log.read_text(), process, log, 60)
-            yield "PostgreSQL", f"postgresql+psycopg2://mlflow:{password}@127.0.0.1:{port}/postgres"
+            yield "PostgreSQL", f"postgresql+psycopg2://mlflow:{password}@{host}:{port}/postgres"
 
 
 @contextmanager

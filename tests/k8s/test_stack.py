@@ -3,9 +3,11 @@
 `make stack` is the first test; the others are what goes wrong on a cluster, each with the message that a person reads.
 """
 
+import io
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from k8s.stack.__main__ import Stack, started
+from k8s.stack.__main__ import Stack, package, started
 from k8s.stack.pod import StackError
-from k8s.stack.propeller import TaskFailed
+from k8s.stack.propeller import Package, TaskFailed
 from tests.images.conftest import engine, images  # noqa: F401
 from tests.runs import tiny
 
@@ -165,3 +167,25 @@ def test_a_store_that_does_not_answer_is_tried_again_before_the_run_fails(stack)
     assert "everything stored before is kept" in caught.value.message
     assert [line for line in lines if line.startswith("n0: attempt")] == [
         "n0: attempt 1 failed and may be tried again", "n0: attempt 2 failed and may be tried again"]
+
+
+def test_fast_registered_code_wins_over_the_images(stack, tmp_path):
+    """A recipe that no image holds, shipped with this folder's code."""
+    package({name: stack.images[name] for name in ("train", "reward")}, tmp_path / "package.tgz", fast=True)
+    shipped = Package.read(tmp_path / "package.tgz")
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(shipped.code)) as old, tarfile.open(fileobj=archive, mode="w:gz") as new:
+        for member in old:
+            new.addfile(member, old.extractfile(member))
+        recipe = b"extends: base\nname: shipped with the code\n"
+        added = tarfile.TarInfo("workflows/recipes/shipped.yaml")
+        added.size, added.mode = len(recipe), 0o644
+        new.addfile(added, io.BytesIO(recipe))
+    usual = stack.package
+    stack.package = replace(shipped, code=archive.getvalue())
+    try:
+        execution = stack.run("shipped", tiny(iterations=1, seed=12), print)
+    finally:
+        stack.package = usual
+    assert "shipped with the code" in log_of(stack, "n0")
+    assert [name for name, _ in execution.timings if name == "rollout-1"]
