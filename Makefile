@@ -14,7 +14,17 @@ IMAGES  = --image train=$(REGISTRY)/flowmill-train:$(TAG) --image reward=$(REGIS
 COMMIT  = $(shell git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null || echo unknown)
 # all: ship this folder's code; none: use the code that the images hold.
 COPY    ?= all
-FLYTE   = $(BIN)/pyflyte --pkgs workflows
+# Code that travels gives its hash as the version; code in images has none to give.
+VERSION ?= $(if $(filter none,$(COPY)),$(TAG)-$(COMMIT))
+# 1: Flyte Admin at FLYTE_ENDPOINT speaks TLS.
+TLS     ?=
+SECURE  = $(filter-out 0 false no,$(TLS))
+CHECK   = $(BIN)/python -m workflows.preflight --project $(PROJECT) --domain $(DOMAIN) $(if $(SECURE),--tls)
+# pyflyte reads other names than FLYTE_ENDPOINT; without that, its own variables or config file hold. Level 40, because
+# at 30 it prints its whole configuration, a client's secret included.
+ADMIN   = $(if $(FLYTE_ENDPOINT),FLYTE_PLATFORM_URL='$(FLYTE_ENDPOINT)') \
+          $(if $(SECURE)$(FLYTE_ENDPOINT),FLYTE_PLATFORM_INSECURE=$(if $(SECURE),false,true)) \
+          FLYTE_SDK_LOGGING_LEVEL=$${FLYTE_SDK_LOGGING_LEVEL:-40}
 RUN     = $(BIN)/pyflyte run workflows/flowgrpo.py flowgrpo
 
 .PHONY: demo smoke test test-slow test-interpreter test-gpu test-cluster lint ui pretrain demo-study images stack \
@@ -79,16 +89,17 @@ stack: env       ## Run a recipe as on the cluster, in the built images, without
 
 package: env     ## Write dist/flowmill.tgz: what a cluster registers
 	mkdir -p dist
-	$(FLYTE) package $(IMAGES) --source . --output dist/flowmill.tgz --force --copy $(COPY) \
+	$(BIN)/pyflyte --pkgs workflows package $(IMAGES) --source . --output dist/flowmill.tgz --force --copy $(COPY) \
 	  --in-container-source-path /workspace --env FLOWMILL_COMMIT=$(COMMIT)
 
-preflight: env   ## Say which of Flyte, the store and MLflow cannot be reached
-	$(BIN)/python -m workflows.preflight
+preflight: env   ## Say which of Flyte, the store and MLflow cannot be reached (PROJECT, DOMAIN, TLS=1)
+	$(CHECK)
 
-register: env    ## Register tasks, workflow and launch plans with Flyte (PROJECT, DOMAIN, REGISTRY, TAG, COPY)
-	$(BIN)/python -m workflows.preflight --only flyte
-	$(FLYTE) register workflows $(IMAGES) --project $(PROJECT) --domain $(DOMAIN) --copy $(COPY) \
-	  --destination-dir /workspace --env FLOWMILL_COMMIT=$(COMMIT) --service-account flowmill-task
+register: env    ## Register tasks, workflow and launch plans with Flyte (PROJECT, DOMAIN, REGISTRY, TAG, COPY, TLS=1)
+	$(CHECK) --only flyte
+	$(ADMIN) $(BIN)/pyflyte register workflows $(IMAGES) --project $(PROJECT) --domain $(DOMAIN) --copy $(COPY) \
+	  $(if $(VERSION),--version $(VERSION)) --destination-dir /workspace --env FLOWMILL_COMMIT=$(COMMIT) \
+	  --service-account flowmill-task
 
 clean:           ## Remove the environment, the local store and MLflow's files
 	rm -rf $(VENV) .flowmill mlflow.db mlartifacts mlruns

@@ -1,8 +1,8 @@
 """Launch plans: the workflow for each recipe on demand, and on a schedule.
 
 The workflow itself has a launch plan of its own name, `workflows.flowgrpo.flowgrpo`, with every input open. A schedule
-runs only once its launch plan is activated: `pyflyte register --activate-launchplan`, or
-`flytectl update launchplan ... flowgrpo_nightly --activate`.
+runs only once its launch plan is activated: `pyflyte launchplan --project ... --activate flowgrpo_nightly`, or
+`flytectl update launchplan ... flowgrpo_nightly --activate`. Registration activates nothing.
 """
 
 from flytekit import CronSchedule, LaunchPlan
