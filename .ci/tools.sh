@@ -15,7 +15,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 if ! command -v promtool >/dev/null; then  # one program of a package whose server would start
   folder=$(mktemp -d)
-  (cd "$folder" && apt-get download -qq prometheus && dpkg-deb --extract prometheus_*.deb .)
+  (cd "$folder" && apt-get download -qq -o APT::Sandbox::User=root prometheus && dpkg-deb --extract prometheus_*.deb .)
   install "$folder/usr/bin/promtool" /usr/local/bin/promtool
   rm -rf "$folder"
 fi
