@@ -9,6 +9,7 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,8 @@ def started(images: dict[str, str], folder: Path, engine: str, report: Callable[
             endpoints={"minio.flowmill.svc.cluster.local:9000": s3_address,
                        "mlflow.flowmill.svc.cluster.local:5000": f"127.0.0.1:{port}"},
             secrets={"flowmill-s3": keys, "mlflow": {"database_uri": database_uri, **keys}})
+        cluster.remove_containers()
+        stack.callback(cluster.remove_containers)
         client = Minio(s3_address, access, secret, secure=False, region="us-east-1")
         services.make_buckets(client)
         report(f"S3: {s3_name} at {s3_address}; database: {database_name}")
@@ -151,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def report(line: str) -> None:
         print(f"{time.monotonic() - begun:6.1f} s  {line}", flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with started(images, folder, find_engine(arguments.engine), report, arguments.fast) as stack:
             execution = stack.run(arguments.recipe, arguments.overrides, report, arguments.pods)
@@ -160,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StackError as error:
         print(f"stack: {error}\nlogs: {folder}/logs", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"stack: interrupted; services and containers are removed\nlogs: {folder}/logs", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -17,6 +17,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "k8s" / "base"
+_LABEL = "flowmill.stack"
+"""Label of every container: the stack's folder."""
 
 
 class StackError(Exception):
@@ -30,6 +32,14 @@ def find_engine(wanted: str = "") -> str:
             return name
     raise StackError(f"{wanted or 'neither podman nor docker'} does not answer to `info`. Install one "
                      "(`apt-get install podman runc`) or start its service.")
+
+
+def guarded(command: Iterable[str]) -> list[str]:
+    """The command for a new session: its whole group is killed when it ends or its standard input closes.
+
+    The input is a pipe of ours, which closes however we end, so no server outlives us.
+    """
+    return ["sh", "-c", '("$@"; kill -9 0) & cat >/dev/null; kill -9 0', "sh", *command]
 
 
 def documents(folder: str) -> list[dict[str, Any]]:
@@ -94,7 +104,8 @@ class Cluster:
             shared_memory: Size of /dev/shm; empty = the PodTemplate's, else the engine's.
         """
         security = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
-        options = [f"--name={name}", "--network=host", f"--user={security['runAsUser']}:{security['runAsGroup']}"]
+        options = [f"--name={name}", f"--label={_LABEL}={self.scratch}", "--network=host",
+                   f"--user={security['runAsUser']}:{security['runAsGroup']}"]
         if security.get("readOnlyRootFilesystem"):
             options.append("--read-only")
             if self.engine == "podman":
@@ -118,6 +129,13 @@ class Cluster:
         if shared_memory:
             options.append(f"--shm-size={shared_memory}")
         return options
+
+    def remove_containers(self) -> None:
+        """Remove every container of this folder, those of a stack that was killed too."""
+        listed = subprocess.run([self.engine, "ps", "--all", "--quiet", f"--filter=label={_LABEL}={self.scratch}"],
+                                capture_output=True, text=True).stdout.split()
+        if listed:
+            subprocess.run([self.engine, "rm", "--force", *listed], capture_output=True)
 
     def empty_dir(self, pod: str, volume: str) -> Path:
         """A new folder that anyone may write to, as Kubernetes makes an emptyDir."""

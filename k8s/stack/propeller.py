@@ -87,6 +87,7 @@ class Execution:
         self.timings: list[tuple[str, float]] = []
         """(node, seconds from the engine's start of the container to its end) of each container."""
         self._slots = threading.Semaphore(num_pods)
+        self._stopped = threading.Event()
         self._code = f"code/{name}.tar.gz"
         if package.code:
             self._put(self._code, package.code)
@@ -130,7 +131,13 @@ class Execution:
                         del waiting[node_id]
                 if not running:
                     raise StackError(f"nodes {sorted(waiting)} wait for each other")
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                try:
+                    finished = wait(running, return_when=FIRST_COMPLETED).done
+                except KeyboardInterrupt:  # else leaving the pool would wait for the whole run
+                    self._stopped.set()
+                    self.cluster.remove_containers()
+                    raise
+                for future in finished:
                     node_id = running.pop(future)
                     error = future.exception()
                     if error is not None:
@@ -150,6 +157,8 @@ class Execution:
         for attempt in range(retries + 1):
             prefix = f"{where}/{attempt}"
             with self._slots:
+                if self._stopped.is_set():
+                    raise TaskFailed(node.id, "the run was interrupted")
                 code = self._container(node, template, where, prefix, attempt)
             error = self._get(f"{prefix}/error.pb")
             futures, outputs = self._get(f"{prefix}/futures.pb"), self._get(f"{prefix}/outputs.pb")

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from k8s.stack.pod import guarded
+
 _PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
           "s3.port", "s3.port.grpc")
 
@@ -64,17 +66,15 @@ class S3Server:
         # -ip keeps the services' addresses for each other on loopback; port 0 switches Iceberg and Lance off; with the
         # default election time-out of 10 s a restart takes 17 s.
         command = [
-            weed_path() or "weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder / 'data'}",
-            "-filer", "-s3", f"-s3.config={self.folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
-            "-master.telemetry=false", "-master.electionTimeout=1s", "-volume.max=0",
-            "-master.volumeSizeLimitMB=256",
+            weed_path() or "weed", f"-logdir={self.folder}", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            f"-dir={self.folder / 'data'}", "-filer", "-s3", f"-s3.config={self.folder / 's3.json'}",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", "-master.electionTimeout=1s",
+            "-volume.max=0", "-master.volumeSizeLimitMB=256",
             *(f"-{name}={port}" for name, port in self._ports.items())]
         log = self.folder / "weed.log"
         with log.open("ab") as output:
-            # The shell kills the whole group when the server ends or pytest does, however: its end of the pipe closes.
-            self._process = subprocess.Popen(
-                ["sh", "-c", '("$@"; kill -9 0) & cat >/dev/null; kill -9 0', "sh", *command], stdin=subprocess.PIPE,
-                stdout=output, stderr=output, cwd=self.folder, start_new_session=True)
+            self._process = subprocess.Popen(guarded(command), stdin=subprocess.PIPE, stdout=output, stderr=output,
+                                             cwd=self.folder, start_new_session=True)
         deadline = time.monotonic() + timeout_s
         client = self.client()
         while time.monotonic() < deadline and self._process.poll() is None:

@@ -7,7 +7,6 @@ Each start waits until the service answers, and says what its log said if it doe
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from k8s.stack.pod import Cluster, StackError, documents, find
+from k8s.stack.pod import Cluster, StackError, documents, find, guarded
 from k8s.stack.seaweedfs import S3Server, weed_path
 
 BUCKETS = ("flowmill", "flyte", "mlflow")
@@ -48,20 +47,15 @@ def wait_for(what: str, answers: Any, process: "subprocess.Popen[bytes]", log: P
 
 @contextmanager
 def running(command: list[str], log: Path, **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of its own group; the whole group ends with the block."""
+    """A process of its own group; the whole group is killed at the end of the block, or when this process ends."""
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, **options)
+        process: Any = subprocess.Popen(guarded(command), stdout=output, stderr=output, stdin=subprocess.PIPE,
+                                        start_new_session=True, **options)
     try:
         yield process
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        process.stdin.close()
+        process.wait()
 
 
 @contextmanager
@@ -110,7 +104,7 @@ def database(folder: Path, host: str = "127.0.0.1") -> Iterator[tuple[str, str]]
         return
     port, log, password = free_port(), folder / "postgres.log", secrets.token_urlsafe(24)
     # Not in `folder`: PostgreSQL refuses to run as root, and another user may not get through to it.
-    with tempfile.TemporaryDirectory(prefix="flowmill-postgres-") as data:
+    with tempfile.TemporaryDirectory(prefix="flowmill-postgres-", ignore_cleanup_errors=True) as data:
         options: dict[str, Any] = {"cwd": data, "env": {**os.environ, "LC_ALL": "C.UTF-8"}}
         password_file = Path(data, "password")
         password_file.touch(mode=0o600)

@@ -5,6 +5,7 @@
 
 import io
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -189,3 +190,30 @@ def test_fast_registered_code_wins_over_the_images(stack, tmp_path):
         stack.package = usual
     assert "shipped with the code" in log_of(stack, "n0")
     assert [name for name, _ in execution.timings if name == "rollout-1"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_a_stack_that_is_stopped_leaves_no_server_and_the_next_one_no_container(engine, images, tmp_path, how):  # noqa: F811
+    def left() -> tuple[str, str]:
+        return (subprocess.run([engine, "ps", "--all", "--quiet", f"--filter=label=flowmill.stack={tmp_path}"],
+                               capture_output=True, text=True).stdout,
+                subprocess.run(["pgrep", "-f", f"{tmp_path}|mlflow.*{tmp_path}"], capture_output=True, text=True).stdout)
+
+    command = [sys.executable, "-m", "k8s.stack", f"--folder={tmp_path}", f"--tag={images['train'].rsplit(':', 1)[1]}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            if "MLflow at" in line:
+                assert all(left())
+                process.send_signal(how)
+        output = process.communicate()[0]
+    if how == signal.SIGTERM:
+        assert process.returncode == 130
+    time.sleep(1)
+    containers, processes = left()
+    assert processes == ""
+    if how == signal.SIGTERM:
+        assert containers == ""
+    done = subprocess.run([*command, "--recipe=nothing"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no recipe 'nothing'" in done.stderr
+    assert left() == ("", "")
