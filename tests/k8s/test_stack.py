@@ -194,10 +194,11 @@ def test_fast_registered_code_wins_over_the_images(stack, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
 def test_a_stack_that_is_stopped_leaves_no_server_and_the_next_one_no_container(engine, images, tmp_path, how):  # noqa: F811
-    def left() -> tuple[str, str]:
-        return (subprocess.run([engine, "ps", "--all", "--quiet", f"--filter=label=flowmill.stack={tmp_path}"],
-                               capture_output=True, text=True).stdout,
-                subprocess.run(["pgrep", "-f", f"{tmp_path}|mlflow.*{tmp_path}"], capture_output=True, text=True).stdout)
+    def left() -> list[str]:
+        """Containers, and processes that name the folder."""
+        return [subprocess.run(command, capture_output=True, text=True).stdout for command in (
+            [engine, "ps", "--all", "--quiet", f"--filter=label=flowmill.stack={tmp_path}"],
+            ["pgrep", "-f", str(tmp_path)])]
 
     command = [sys.executable, "-m", "k8s.stack", f"--folder={tmp_path}", f"--tag={images['train'].rsplit(':', 1)[1]}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -205,7 +206,7 @@ def test_a_stack_that_is_stopped_leaves_no_server_and_the_next_one_no_container(
             if "MLflow at" in line:
                 assert all(left())
                 process.send_signal(how)
-        output = process.communicate()[0]
+        process.communicate()
     if how == signal.SIGTERM:
         assert process.returncode == 130
     time.sleep(1)
@@ -216,4 +217,4 @@ def test_a_stack_that_is_stopped_leaves_no_server_and_the_next_one_no_container(
     done = subprocess.run([*command, "--recipe=nothing"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "no recipe 'nothing'" in done.stderr
-    assert left() == ("", "")
+    assert left() == ["", ""]
