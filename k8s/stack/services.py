@@ -41,7 +41,8 @@ def wait_for(what: str, answers: Any, process: "subprocess.Popen[bytes]", log: P
         if answers():
             return
         time.sleep(0.1)
-    raise StackError(f"{what} did not start within {timeout_s:.0f} s; its log {log} ends with:\n"
+    why = f"did not answer within {timeout_s:.0f} s" if process.poll() is None else "ended before it answered"
+    raise StackError(f"{what} {why}; its log {log} ends with:\n"
                      f"{log.read_text(errors='replace')[-2000:]}")
 
 
