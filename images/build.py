@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -52,7 +53,7 @@ def pip_options(engine: str) -> list[str]:
         for path in {Path(part) for part in value.split() if part.startswith("/") and Path(part).exists()}:
             if engine == "docker":
                 raise SystemExit(f"images: {name}={value} is a path, which docker cannot mount into a build. Use "
-                                 "podman (ENGINE=podman), or unset it.")
+                                 "podman (`make images BUILD=--engine=podman`), or unset it.")
             options.append(f"--volume={path.resolve()}:{path}:ro")
     return options
 
@@ -84,6 +85,16 @@ def build(name: str, arguments: argparse.Namespace, engine: str, names: dict[str
     print(f"{names[name]:60s} {size / 1e6:7.0f} MB  {time.monotonic() - started:5.0f} s", flush=True)
 
 
+def push(name: str, engine: str) -> None:
+    """Push an image and print its digest, which the manifests name it by. docker prints it by itself."""
+    if engine == "docker":
+        subprocess.run([engine, "push", name], check=True)
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        subprocess.run([engine, "push", f"--digestfile={file.name}", name], check=True)
+        print(f"{name}  digest: {Path(file.name).read_text().strip()}", flush=True)
+
+
 def _version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -113,7 +124,7 @@ def main() -> None:
             build(name, arguments, engine, names)
     for name in ORDER:
         if arguments.push and name in wanted and name not in ("base", "kernels"):
-            subprocess.run([engine, "push", names[name]], check=True)
+            push(names[name], engine)
 
 
 if __name__ == "__main__":

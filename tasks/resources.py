@@ -1,8 +1,8 @@
 """What a task asks the cluster for, read from a recipe's `topology`; this file holds no numbers.
 
-A task is registered with the topology of the recipe `base`, which every recipe extends; the loop then overrides each
-stage's node with the topology of the run's own recipe (`node_overrides`). Two things are fixed at registration: the
-PodTemplate's name and the secrets.
+A task is registered with the topology of the recipe `base`, which every recipe extends; the loop then gives each stage
+the topology of the run's own recipe (`node_overrides`, `set_pod_template`). Fixed at registration are the secrets, and
+the pods of the tasks around the loop; a recipe that wants others is refused (`check_registered`).
 """
 
 import os
@@ -14,7 +14,7 @@ from flytekit import Cache, FlyteContextManager, Resources, Secret
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from tasks.contracts.config import RECIPES, RoleConfig, Topology
-from tasks.contracts.errors import StoreUnavailableError
+from tasks.contracts.errors import ConfigError, StoreUnavailableError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -68,6 +68,29 @@ def uncached_task_options(config: RoleConfig) -> dict[str, Any]:
 def pod_template(config: RoleConfig) -> str:
     """Name of the PodTemplate a role's pods are made from."""
     return config.pod_template or ("flowmill-gpu" if config.gpus else "flowmill-cpu")
+
+
+def set_pod_template(task: Any, config: RoleConfig) -> None:
+    """In a dynamic task, which gives Flyte its children's tasks: use the PodTemplate of the run's own recipe."""
+    task.metadata.pod_template_name = pod_template(config)
+
+
+def check_registered(topology: Topology) -> None:
+    """Refuse a recipe that would need what only a registration can give.
+
+    Raises:
+        ConfigError: other secrets, or another pod for the tasks around the loop, than the tasks are registered with.
+    """
+    registered = registered_topology()
+    if topology.secrets != registered.secrets:
+        where, came, expected = "secrets", topology.secrets, registered.secrets
+    elif pod_template(topology.control) != pod_template(registered.control):
+        where, came = "control", pod_template(topology.control)
+        expected = f"the PodTemplate {pod_template(registered.control)}"
+    else:
+        return
+    raise ConfigError(f"topology.{where}: {came}; the tasks are registered with {expected}. Set it in "
+                      "workflows/recipes/base.yaml and register again.")
 
 
 def node_overrides(config: RoleConfig, node_name: str) -> dict[str, Any]:

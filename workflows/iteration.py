@@ -11,7 +11,7 @@ from tasks.contracts.config import RoleConfig
 from tasks.contracts.refs import PolicyRef
 from tasks.contracts.run import RunPlan, RunSummary
 from tasks.eval import evaluate
-from tasks.resources import node_overrides, retried
+from tasks.resources import node_overrides, retried, set_pod_template
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.store import Store, open_store
@@ -58,6 +58,11 @@ def _on(role: RoleConfig, promise: Any, node_name: str) -> Any:
 @retried
 def train(run: RunPlan) -> RunSummary:
     """Run the iterations that are not yet recorded, evaluating where the plan says; then finish the run."""
+    roles = run.topology
+    for task, role in ((rollout, roles.rollout), (reward, roles.reward), (advantage, roles.advantage),
+                       (update, roles.update), (evaluate, roles.evaluate), (tracking.record, roles.control),
+                       (tracking.record_evaluation, roles.control), (tracking.finish, roles.control)):
+        set_pod_template(task, role)
     store = open_store(run.store_uri)
     known = tracking.recorded_policies(store, run)
     done = _last_usable(store, known)

@@ -58,7 +58,7 @@ def flyte_platform(tls: bool = False) -> "PlatformConfig":
     if endpoint:
         if endpoint.startswith(("http://", "https://")):
             raise UnusableError(f"FLYTE_ENDPOINT is {endpoint!r}; expected host:port of the gRPC port, without http. "
-                                "For TLS add --tls.")
+                                "For TLS add --tls (`make ... TLS=1`).")
         return replace(platform, endpoint=endpoint, insecure=not tls)
     if get_config_file(None) is None and not os.environ.get("FLYTE_PLATFORM_URL"):
         raise UnusableError("no endpoint of Flyte Admin is set: set FLYTE_ENDPOINT=host:port, or write "
@@ -107,7 +107,8 @@ def flyte_trouble(platform: "PlatformConfig", error: "RpcError") -> UnusableErro
         elif found == "silence":
             advice = f"{_SILENT}; is it the gRPC port?"
         elif platform.insecure and found == "TLS":
-            advice = "it speaks TLS and was asked in plain text; add --tls, or `insecure: false` in the config file"
+            advice = ("it speaks TLS and was asked in plain text; add --tls (`make ... TLS=1`), or `insecure: false` "
+                      "in the config file")
         elif not platform.insecure and found == "plain":
             advice = ("it does not speak TLS and was asked to; leave --tls out, or put `insecure: true` in the config "
                       "file")

@@ -219,6 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--unknown-grace-s", type=float, default=Grace.unknown_s, metavar="S",
                         help="seconds that an execution may be unknown to Flyte (%(default)s)")
     options = parser.parse_args(arguments)
+    if min(options.succeeded_grace_s, options.unknown_grace_s) < 0:
+        parser.error("grace periods are seconds; expected 0 or more")
     start = time.monotonic()
     try:
         counts = reconcile(Grace(options.succeeded_grace_s, options.unknown_grace_s), options.dry_run, options.tls)

@@ -23,7 +23,7 @@ from tasks.contracts.refs import AdvantageRef, EvaluationRef, PolicyRef, RewardR
 from tasks.contracts.run import RunPlan, RunSummary, report_key_of, run_key_of
 from tasks.eval import headline, load_media
 from tasks.prompts import read_prompts
-from tasks.resources import registered_topology, retried, uncached_task_options
+from tasks.resources import check_registered, registered_topology, retried, uncached_task_options
 from tasks.runtime import load_policy, session
 from tasks.store import Store, open_store
 
@@ -59,6 +59,7 @@ def identify(config: RunConfig) -> tuple[str, str, str]:
 def plan(recipe: str, overrides: str, kickoff_time: datetime) -> RunPlan:
     """Validate everything a run needs before it costs time: recipe, prompts, checkpoint, store, MLflow."""
     config = configure(recipe, overrides, kickoff_time)
+    check_registered(config.topology)
     prompts = {path: read_prompts(path) for path in (config.prompts.train, config.prompts.evaluate)}
     # In a session, because what is encoded here may be kept for the stages: it must be their arithmetic.
     with session(config.runtime, config.topology.update):

@@ -21,6 +21,9 @@ from typing import Any
 from k8s.stack import propeller, services
 from k8s.stack.pod import ROOT, Cluster, StackError, find_engine
 
+MARKER = ".flowmill-stack"
+"""File in a folder that may be emptied, because a stack made it."""
+
 
 def package(images: dict[str, str], output: Path, fast: bool = False) -> None:
     """Write the registrable package: tasks, workflow, launch plans; `fast`: and this folder's code."""
@@ -147,8 +150,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     images = {name: f"{arguments.registry}/flowmill-{name}:{arguments.tag}" for name in ("train", "reward", "mlflow")}
     folder = arguments.folder.resolve()
+    if arguments.pods < 1:
+        parser.error(f"--pods {arguments.pods}; expected at least 1")
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        parser.error(f"--folder {folder} holds other things, and it is emptied at the start; name a new one")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / MARKER).touch()
     begun = time.monotonic()
 
     def report(line: str) -> None:

@@ -217,9 +217,11 @@ class Execution:
                    image, *template.container.command,
                    *(values.get(argument, argument) for argument in template.container.args)]
         started = time.monotonic()
-        with log.open("wb") as output:
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
-        env_file.unlink()
+        try:
+            with log.open("wb") as output:
+                code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+        finally:
+            env_file.unlink()
         seconds = time.monotonic() - started
         self.timings.append((node.id, seconds))
         self.report(f"{_title(node):18s} {image.rsplit('/', 1)[-1]:40s} {seconds:5.1f} s  exit {code}")

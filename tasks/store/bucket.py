@@ -257,12 +257,12 @@ class Bucket:
                             "--versioning-configuration Status=Enabled`.")
         for rule in rules:
             prefix = _prefix_of(rule)
-            if rule.status == "Enabled" and rule.expiration and prefix is not None and self._base.startswith(prefix):
+            if rule.status == "Enabled" and _expires(rule) and prefix is not None and self._base.startswith(prefix):
                 warnings.append(f"lifecycle rule {rule.rule_id!r} of bucket {self.bucket!r} expires everything under "
                                 f"{prefix!r}, manifests too: runs will not resume. Narrow it to "
                                 f"{self._base}trajectories/.")
         days = [rule.expiration.days for rule in rules if rule.status == "Enabled" and rule.expiration
-                and _prefix_of(rule) == f"{self._base}trajectories/"]
+                and rule.expiration.days and _prefix_of(rule) == f"{self._base}trajectories/"]
         return StoreHealth(self.uri("").rstrip("/"), versioning, days[0] if days else None, tuple(warnings))
 
     def ensure_lifecycle(self, days: int) -> bool:
@@ -299,6 +299,11 @@ def _env(*names: str) -> str | None:
 def _rules(client: "Minio", bucket: str) -> "list[Rule]":
     config = client.get_bucket_lifecycle(bucket)
     return list(config.rules) if config else []
+
+
+def _expires(rule: "Rule") -> bool:
+    """Whether the rule expires current data; others free old versions or delete markers only."""
+    return bool(rule.expiration and (rule.expiration.days or rule.expiration.date))
 
 
 def _prefix_of(rule: "Rule") -> str | None:

@@ -86,7 +86,7 @@ def test_durations_are_gos():
 def cache_problems(values: dict[str, Any], rules: list[Document], trajectory_days: int) -> list[str]:
     """Flyte's cached references must die before the data they point to, and both at the time that recipes name."""
     age = hours(inline(values).get("catalog-cache", {}).get("max-cache-age", "0h"))
-    days = min((rule["Expiration"]["Days"] for rule in rules if "Expiration" in rule), default=0)
+    days = min((rule["Expiration"]["Days"] for rule in rules if "Days" in rule.get("Expiration", {})), default=0)
     found = []
     if not age:
         found.append("max-cache-age is 0: cached references never expire, their data does")

@@ -4,15 +4,18 @@ Each rule is also shown manifests that break it, so that it is known to be able 
 
 import copy
 import json
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from k8s.stack import services
 from tasks.contracts.config import RetentionConfig, Topology
 from tasks.resources import pod_template, registered_topology
 from tests.k8s import manifests
@@ -207,7 +210,9 @@ def test_names_that_other_parts_rely_on():
         # /dev/shm is Flyte's to mount, by the task's `shared_memory`: two mounts of one path are refused.
         assert mounts == {"/workspace", "/tmp", "/var/cache/flowmill"}
         assert template["serviceAccountName"] == "flowmill-task"
-        assert "env" not in template["containers"][0], "keys reach a task by its secret requests"
+        keys = {item["name"]: "{name}/{key}".format(**item["valueFrom"]["secretKeyRef"])
+                for item in template["containers"][0]["env"]}
+        assert keys == registered_topology().secrets, "the same keys as by secret requests, whatever Flyte names them"
     reconcile = manifests.pod_template(one(docs, "CronJob", "reconcile", "flowmill"))["spec"]["containers"][0]
     assert reconcile["command"] == ["python", "-m", "workflows.reconcile"]
 
@@ -223,6 +228,70 @@ def test_gpu_tasks_land_on_gpu_nodes_and_within_a_quota():
     assert "nodeSelector" not in one(docs, "PodTemplate", "flowmill-cpu")["template"]["spec"]
     assert int(one(docs, "ResourceQuota", "flowmill-tasks")["spec"]["hard"]["requests.nvidia.com/gpu"]) > 0
     assert one(load("dev"), "ResourceQuota", "flowmill-tasks")["spec"]["hard"]["requests.nvidia.com/gpu"] == "0"
+
+
+@needs_kubectl
+def test_gpu_tasks_reach_a_model_hub_and_are_told_so():
+    docs = load("gpu")
+    hub = one(docs, "NetworkPolicy", "model-hub", "flowmill-development")["spec"]
+    assert hub["egress"][0]["ports"] == [{"protocol": "TCP", "port": 443}]
+    assert "10.0.0.0/8" in hub["egress"][0]["to"][0]["ipBlock"]["except"], "no private address"
+    assert one(docs, "ConfigMap", "flowmill-environment", "flowmill-development")["data"]["HF_HUB_OFFLINE"] == "0"
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_flyte_may_do_what_it_needs_and_reaches_the_api_server(overlay):
+    docs = load(overlay)
+    rules = [*one(docs, "ClusterRole", "flowmill-flyte")["rules"],
+             *one(docs, "Role", "flyte-webhook-certificate")["rules"]]
+
+    def may(verb: str, resource: str) -> bool:
+        return any(verb in rule["verbs"] and resource in rule["resources"] for rule in rules)
+
+    needed = {"pods": "create delete get list watch patch update", "podtemplates": "get list watch",
+              "events": "create patch", "flyteworkflows": "create delete get list watch update",
+              "namespaces": "create get", "customresourcedefinitions": "create get",
+              "mutatingwebhookconfigurations": "create get update", "secrets": "create get update"}
+    assert [(verb, resource) for resource, verbs in needed.items() for verb in verbs.split()
+            if not may(verb, resource)] == []
+    egress = one(docs, "NetworkPolicy", "flyte", "flyte")["spec"]["egress"]
+    ports = {port["port"] for rule in egress for port in rule["ports"]
+             if any(peer.get("ipBlock", {}).get("cidr") == "0.0.0.0/0" for peer in rule["to"])}
+    assert {443, 6443, 8443, 16443} == ports, "where managed clusters, kubeadm, k3s, minikube, microk8s listen"
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_bootstrap_job_runs_a_script_that_is_there(overlay):
+    docs = load(overlay)
+    pod = manifests.pod_template(one(docs, "Job", "minio-bootstrap", "flowmill"))["spec"]
+    mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volume, = (item for item in pod["volumes"] if item["name"] == mounted["/bootstrap"])
+    files = one(docs, "ConfigMap", volume["configMap"]["name"], "flowmill")["data"]
+    script = files["bootstrap.sh"]
+    users = re.findall(r"^add_user (\w+)", script, re.MULTILINE)
+    named = {"bootstrap.sh", *re.findall(r"/bootstrap/([a-z]+\.json)", script)}
+    named |= {f"policy-{name}.json" for name in users}
+    assert pod["containers"][0]["command"] == ["sh", "/bootstrap/bootstrap.sh"]
+    assert set(files) == named
+
+
+@needs_kubectl
+def test_probes_of_postgres_work_for_a_user_without_a_name(tmp_path):
+    """uid 10001 has no entry in the image's passwd, where pg_isready would look up its default user."""
+    if os.geteuid() != 0 or not Path("/usr/lib/postgresql").exists():
+        pytest.skip("needs root and the Debian package postgresql")
+    spec = manifests.pod_template(one(load("dev"), "StatefulSet", "postgres"))["spec"]
+    uid = spec["securityContext"]["runAsUser"]
+    with services.database(tmp_path) as (_, uri):
+        port = uri.rsplit(":", 1)[1].split("/")[0]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            program, *arguments = spec["containers"][0][probe]["exec"]["command"]
+            assert program == "pg_isready"
+            path = next(Path("/usr/lib/postgresql").glob("*/bin/pg_isready"))
+            done = subprocess.run([path, *arguments, f"--port={port}"], user=uid, group=uid, extra_groups=[])
+            assert done.returncode == 0, f"{probe}: {arguments}"
 
 
 def namespace_labels_problems(docs: list[Document]) -> list[str]:
@@ -289,13 +358,17 @@ def lifecycle_rules() -> list[Document]:
 
 def lifecycle_problems(rules: list[Document], trajectory_days: int) -> list[str]:
     """Rules that expire anything but trajectories, or trajectories at another time than recipes say."""
-    found = [f"{rule['ID']} is about {rule['Filter']}, not trajectories" for rule in rules
+    dated = [rule for rule in rules if rule.get("Expiration", {}).keys() & {"Days", "Date"}]
+    found = [f"{rule['ID']} expires {rule['Filter']}, not trajectories" for rule in dated
              if rule["Filter"] != {"Prefix": "store/trajectories/"}]
-    days = [rule["Expiration"]["Days"] for rule in rules if "Expiration" in rule]
+    days = [rule["Expiration"]["Days"] for rule in rules if "Days" in rule.get("Expiration", {})]
     if days != [trajectory_days]:
         found.append(f"trajectories expire after {days} days, retention.trajectory_days is {trajectory_days}")
-    if not any("NoncurrentVersionExpiration" in rule for rule in rules):
+    if not any("NoncurrentVersionExpiration" in rule for rule in rules if rule["Filter"]["Prefix"] != "store/"):
         found.append("with versioning, an expired trajectory keeps its space until its old version expires too")
+    if not any(rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays", 0) >= 7 for rule in rules
+               if rule["Filter"] == {"Prefix": "store/"}):
+        found.append("what a run deletes (policies, optimizer states) keeps its space until its old versions expire")
     return found
 
 
@@ -316,6 +389,19 @@ def test_the_lifecycle_expires_trajectories_when_recipes_say_and_nothing_else():
 def test_the_lifecycle_rule_finds_planted_violations(plant):
     rules = copy.deepcopy(lifecycle_rules())
     plant(rules[0])
+    assert lifecycle_problems(rules, RetentionConfig().trajectory_days)
+
+
+@pytest.mark.parametrize("plant", [
+    lambda rules: rules.pop(1),
+    lambda rules: rules[1]["Expiration"].update(Days=400),
+    lambda rules: rules[1].pop("NoncurrentVersionExpiration"),
+    lambda rules: rules[1].update(NoncurrentVersionExpiration={"NoncurrentDays": 1}),
+    lambda rules: rules[1].update(Filter={"Prefix": "store/policies/"}),
+])
+def test_the_rule_for_deleted_data_finds_planted_violations(plant):
+    rules = copy.deepcopy(lifecycle_rules())
+    plant(rules)
     assert lifecycle_problems(rules, RetentionConfig().trajectory_days)
 
 

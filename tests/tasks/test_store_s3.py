@@ -1,5 +1,6 @@
 """The store on a real S3 server (SeaweedFS), and on stand-ins for failures that one cannot be made to show."""
 
+import json
 import pickle
 import socket
 import subprocess
@@ -150,6 +151,26 @@ def test_versioning_that_is_off_is_a_warning(server):
     assert any("put-bucket-versioning" in text for text in health.warnings)
     server.client().set_bucket_versioning("flowmill-versions", VersioningConfig("Enabled"))
     assert open_store("s3://flowmill-versions/p").preflight().versioning is True
+
+
+def test_the_clusters_lifecycle_rules_are_understood(server, monkeypatch):
+    """One expires trajectories, the other frees what runs have deleted; neither touches what is still wanted."""
+    from minio.commonconfig import ENABLED, Filter
+    from minio.lifecycleconfig import Expiration, NoncurrentVersionExpiration, Rule
+
+    path = ROOT / "k8s/base/minio/bootstrap/lifecycle.json"
+    rules = [Rule(ENABLED, rule_id=rule["ID"], rule_filter=Filter(prefix=rule["Filter"]["Prefix"]),
+                  expiration=Expiration(
+                      days=rule["Expiration"].get("Days"),
+                      expired_object_delete_marker=rule["Expiration"].get("ExpiredObjectDeleteMarker")),
+                  noncurrent_version_expiration=NoncurrentVersionExpiration(
+                      rule["NoncurrentVersionExpiration"]["NoncurrentDays"]))
+             for rule in json.loads(path.read_text())["Rules"]]
+    monkeypatch.setattr("tasks.store.bucket._rules", lambda *_: rules)
+    health = open_store(f"s3://{BUCKET}/store").preflight()
+    assert health.trajectories_expire_days == 30
+    assert not [text for text in health.warnings if "lifecycle" in text]
+    assert open_store(f"s3://{BUCKET}/store").ensure_lifecycle(30) is False
 
 
 @contextmanager

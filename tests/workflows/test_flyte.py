@@ -20,10 +20,10 @@ from flytekit.tools.repo import serialize_get_control_plane_entities, serialize_
 
 from tasks import advantage, eval, reward, rollout, update
 from tasks.contracts.config import ROOT, RoleConfig, load_recipe
-from tasks.contracts.errors import StoreUnavailableError
+from tasks.contracts.errors import ConfigError, StoreUnavailableError
 from tasks.contracts.recipes import recipe_names
 from tasks.contracts.run import RunPlan
-from tasks.resources import uncached_task_options
+from tasks.resources import set_pod_template, uncached_task_options
 from workflows import iteration, tracking
 
 ROLE_OF = {"rollout": "rollout", "reward": "reward", "advantage": "advantage", "update": "update",
@@ -161,14 +161,17 @@ def loop(tmp_path_factory):
     store = str(tmp_path_factory.mktemp("store"))
     config = load_recipe("smoke", "iterations=3 evaluation.num_points=2 topology.rollout.gpus=2 topology.rollout.cpu=7 "
                                   "topology.rollout.shared_memory_bytes=1000 topology.update.retries=5 "
-                                  "topology.update.timeout_s=99 topology.evaluate.interruptible=true "
+                                  "topology.update.timeout_s=99 topology.update.pod_template=mine "
+                                  "topology.evaluate.interruptible=true "
                                   "topology.advantage.image=reward")
     settings = SerializationSettings(image_config=IMAGES, project="p", domain="d", version="v")
     context = FlyteContextManager.current_context()
     state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     builder = context.with_execution_state(state).with_serialization_settings(settings)
     with FlyteContextManager.with_context(builder):
-        return iteration.train.execute(run=plan_of(config, store))
+        yield iteration.train.execute(run=plan_of(config, store))
+    for task, role in ((rollout.rollout, config.topology.reward), (update.update, config.topology.reward)):
+        set_pod_template(task, role)
 
 
 def plan_of(config, store_uri: str = "u") -> RunPlan:
@@ -191,6 +194,26 @@ def test_the_loop_is_rollout_reward_advantage_update_and_their_record_for_each_i
     assert "record-1" in nodes["record-2"].upstream_node_ids, "records are written in order"
     assert {"record-3", "report-0", "report-3", "evaluate-0", "evaluate-3", "update-3"} == set(
         nodes["finish"].upstream_node_ids), "the run is not finished before its numbers are in"
+
+
+def test_each_stage_has_the_pod_template_of_the_runs_own_recipe(loop):
+    templates = {task.id.name: task.metadata.pod_template_name for task in loop.tasks}
+    assert templates == {
+        "tasks.rollout.rollout": "flowmill-gpu", "tasks.reward.reward": "flowmill-cpu",
+        "tasks.advantage.advantage": "flowmill-cpu", "tasks.update.update": "mine",
+        "tasks.eval.evaluate": "flowmill-cpu",
+        "workflows.tracking.record": "flowmill-cpu", "workflows.tracking.record_evaluation": "flowmill-cpu",
+        "workflows.tracking.finish": "flowmill-cpu"}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ("'topology.secrets={\"AWS_ACCESS_KEY_ID\": \"mine/key\"}'", "topology.secrets: "),
+    ("topology.control.pod_template=mine", "topology.control: mine; the tasks are registered with the PodTemplate"),
+    ("topology.control.gpus=1", "topology.control: flowmill-gpu")])
+def test_what_only_a_registration_can_give_is_refused(change, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        tracking.plan(recipe="smoke", overrides=change, kickoff_time=tracking.UNSCHEDULED)
+    assert "register again" in str(caught.value)
 
 
 def test_each_stage_asks_for_what_the_runs_own_recipe_says(loop):

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the buckets and their users. Every step gives the same result when it is done again.
-# Only mc and the shell's own words: the image of mc has little else.
+# Only mc, sleep and the shell's own words: the image of mc has little else.
 set -eu
 
 tries=0
