@@ -101,5 +101,5 @@ register: env    ## Register tasks, workflow and launch plans with Flyte (PROJEC
 	  $(if $(VERSION),--version $(VERSION)) --destination-dir /workspace --env FLOWMILL_COMMIT=$(COMMIT) \
 	  --service-account flowmill-task
 
-clean:           ## Remove the environment, the local store and MLflow's files
-	rm -rf $(VENV) .flowmill mlflow.db mlartifacts mlruns
+clean:           ## Remove the environment, the local store, MLflow's files and the package
+	rm -rf $(VENV) .flowmill mlflow.db mlartifacts mlruns dist

@@ -21,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("base", "kernels", "train", "reward", "mlflow")
 NEEDS = {"base": (), "kernels": ("base",), "train": ("base", "kernels"), "reward": ("base",), "mlflow": ()}
+ENGINES = ("docker", "podman")
+"""The first that answers builds the images, and `make stack` looks for them there."""
 PIP_SETTINGS = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its builds without CUDA; not asked when PIP_FIND_LINKS names a folder that has one."""
@@ -28,7 +30,7 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 def find_engine(wanted: str) -> str:
     """docker or podman: the one asked for, else the first that answers."""
-    for name in (wanted,) if wanted else ("docker", "podman"):
+    for name in (wanted,) if wanted else ENGINES:
         if shutil.which(name) and subprocess.run([name, "info"], capture_output=True).returncode == 0:
             return name
     raise SystemExit(f"images: {wanted or 'neither docker nor podman'} does not answer to `info`. Start the engine, or "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.s3_server import S3Server, weed_path
+from k8s.stack.seaweedfs import S3Server, weed_path
 
 
 @pytest.fixture(scope="session")

@@ -25,13 +25,17 @@ MARKER = ".flowmill-stack"
 """File in a folder that may be emptied, because a stack made it."""
 
 
+def package_command(images: dict[str, str], output: Path, fast: bool) -> list[str]:
+    """The command of `make package`; a test compares the two."""
+    return [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package",
+            *(part for name, image in images.items() for part in ("--image", f"{name}={image}")), "--source", ".",
+            "--output", str(output), "--force", "--copy", "all" if fast else "none",
+            "--in-container-source-path", "/workspace"]
+
+
 def package(images: dict[str, str], output: Path, fast: bool = False) -> None:
     """Write the registrable package: tasks, workflow, launch plans; `fast`: and this folder's code."""
-    command = [str(Path(sys.executable).with_name("pyflyte")), "--pkgs", "workflows", "package", "--source", str(ROOT),
-               "--output", str(output), "--force", "--copy", "all" if fast else "none",
-               "--in-container-source-path", "/workspace",
-               *(f"--image={name}={image}" for name, image in images.items())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(package_command(images, output, fast), cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise StackError(f"packaging failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 

@@ -1,8 +1,8 @@
 """A task's pod as a container: the manifests' PodTemplate, ConfigMap and Secrets as flags of podman or docker.
 
 What is kept from Kubernetes: user and group, read-only root, dropped capabilities, no new privileges, CPU and memory
-limits, /dev/shm, writable emptyDirs, environment by ConfigMap and by Flyte's secret requests. What is not: the network
-(the host's, so that services on loopback are reached), scheduling, NetworkPolicies, quotas.
+limits, /dev/shm, writable emptyDirs, environment by ConfigMap, Secret and Flyte's secret requests. What is not: the
+network (the host's, so that services on loopback are reached), scheduling, NetworkPolicies, quotas.
 """
 
 import os
@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from images.build import ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "k8s" / "base"
 _LABEL = "flowmill.stack"
@@ -26,11 +28,11 @@ class StackError(Exception):
 
 
 def find_engine(wanted: str = "") -> str:
-    """podman or docker: the one asked for, else the first that answers."""
-    for name in (wanted,) if wanted else ("podman", "docker"):
+    """docker or podman: the one asked for, else the one that `make images` chooses."""
+    for name in (wanted,) if wanted else ENGINES:
         if shutil.which(name) and subprocess.run([name, "info"], capture_output=True).returncode == 0:
             return name
-    raise StackError(f"{wanted or 'neither podman nor docker'} does not answer to `info`. Install one "
+    raise StackError(f"{wanted or 'neither docker nor podman'} does not answer to `info`. Install one "
                      "(`apt-get install podman runc`) or start its service.")
 
 

@@ -63,6 +63,9 @@ class S3Server:
         Raises:
             RuntimeError: it ended or did not answer; with the end of its log.
         """
+        from minio.error import MinioException
+        from urllib3.exceptions import HTTPError
+
         # -ip keeps the services' addresses for each other on loopback; port 0 switches Iceberg and Lance off; with the
         # default election time-out of 10 s a restart takes 17 s.
         command = [
@@ -75,18 +78,18 @@ class S3Server:
         with log.open("ab") as output:
             self._process = subprocess.Popen(guarded(command), stdin=subprocess.PIPE, stdout=output, stderr=output,
                                              cwd=self.folder, start_new_session=True)
-        deadline = time.monotonic() + timeout_s
-        client = self.client()
+        deadline, client, answer = time.monotonic() + timeout_s, self.client(), "it ended"
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 # A port that accepts says little, so talk to it only then: minio's own retries would wait for minutes.
                 socket.create_connection(("127.0.0.1", self._ports["s3.port"]), timeout=1).close()
                 client.list_buckets()
                 return
-            except Exception:
+            except (OSError, MinioException, HTTPError) as error:  # it is starting: refused, or not ready inside
+                answer = str(error)
                 time.sleep(0.1)
         self.stop()
-        raise RuntimeError(f"SeaweedFS did not start: {log.read_text()[-2000:]}")
+        raise RuntimeError(f"SeaweedFS did not start: {answer}\n{log.read_text()[-2000:]}")
 
     def stop(self) -> None:
         """Kill the process group."""

@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from k8s.stack.seaweedfs import S3Server
 from tasks.contracts.config import ROOT
 from tasks.contracts.errors import ArtifactGoneError, StoreError, StoreUnavailableError
 from tasks.contracts.refs import TrajectoryRef
 from tasks.store import Store, open_store
 from tests.fixtures_s3 import meet_before_making_an_id, s3_server  # noqa: F401
-from tests.s3_server import S3Server
 
 BUCKET = "flowmill-test"
 

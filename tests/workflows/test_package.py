@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import shlex
+import subprocess
 import sys
 import tarfile
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from k8s.stack.__main__ import package_command
 from k8s.stack.propeller import Package
 from tests.runs import ROOT
 from tests.workflows.checkout import Checkout, new_checkout
@@ -226,3 +229,14 @@ def test_code_that_is_in_the_images_does_not_travel(tmp_path):
         assert [name for name in archive.getnames() if not name.endswith(".pb")] == []
     assert {task.container.args[0] for task in found.tasks.values()} == {"pyflyte-execute"}
     assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize(("copy", "fast"), [("all", True), ("none", False)])
+def test_the_stack_packages_with_the_very_command(copy, fast):
+    printed = subprocess.run(["make", "--dry-run", "package", f"VENV={sys.prefix}", f"COPY={copy}"], cwd=ROOT,
+                             check=True, capture_output=True, text=True).stdout
+    command, = re.findall(r"^\S+pyflyte .*", printed.replace("\\\n", " "), re.MULTILINE)
+    words = shlex.split(command)
+    assert words[-2] == "--env", "the commit: images hold their own"
+    assert words[:-2] == package_command(
+        {name: f"localhost/flowmill-{name}:0.1.0-cpu" for name in ("train", "reward")}, Path("dist/flowmill.tgz"), fast)
