@@ -3,7 +3,7 @@
     PYTHONPATH=kernels/src python kernels/benchmarks/gemm.py              # everything: the table of kernels/README.md
     PYTHONPATH=kernels/src python kernels/benchmarks/gemm.py speed bits   # some of it
 
-Sections: speed, small, epilogue, bits, error, gradients, and by name only ahead. Inputs are fresh normal random
+Sections: speed, small, epilogue, bits, error, gradients. Inputs are fresh normal random
 numbers; they rotate through several sets, larger together than the L2 cache; outputs are filled with NaN before each
 timed call and looked at after it; candidates take turns inside the same seconds, and a figure is the median of their
 calls.
@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 import flowmill_kernels as fk
-from flowmill_kernels.heuristics import CATALOGUE, TREE_AHEAD, TREE_SPLIT
+from flowmill_kernels.heuristics import CATALOGUE
 from flowmill_kernels.shapes import NARROW_SHAPES, ROWS, SHAPES, SM_COUNTS, Shape
 
 DEVICE = "cuda"
@@ -105,33 +105,6 @@ def speed(num_sms: int) -> dict:
              for name in ("gemm_nt", "tp_invariant", "gemm_nn")}
     say("speed geometric mean over cuBLAS: " + "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     return {"rows": rows, "geometric_mean": means}
-
-
-def ahead(num_sms: int) -> dict:
-    """`tp_invariant` with products started ahead of the sums: bits against the tile in use first, then speed."""
-    result = {}
-    tiles = {"in use": TREE_SPLIT, **{f"ahead {n}": dataclasses.replace(TREE_AHEAD, ahead=n) for n in (1, 2, 3)}}
-    for shape in SHAPES:
-        plan = dataclasses.replace(fk.gemm_nt_schedule(*shape, mode="tp_invariant"), spread=False)
-        plans = {name: dataclasses.replace(plan, tile=tile) for name, tile in tiles.items()}
-        different = 0
-        for m in (577, shape.m):
-            x, w = activations(m, shape.k, torch.bfloat16), weights(shape.n, shape.k, torch.bfloat16)
-            bias, residual = torch.randn(shape.n, device=DEVICE).bfloat16(), activations(m, shape.n, torch.bfloat16)
-            base = fk.gemm_nt(x, w, bias, residual=residual, num_sms=num_sms, schedule=plans["in use"])
-            for sms in (num_sms, 32):
-                for one in plans.values():
-                    y = torch.full_like(base, float("nan"))
-                    fk.gemm_nt(x, w, bias, residual=residual, num_sms=sms, schedule=one, out=y)
-                    different += count_different(y, base)
-        t = time_calls(shape, {"cublas": cublas, **{name: gemm_call(num_sms, schedule=one)
-                                                    for name, one in plans.items()}})
-        result[str(shape)] = {"different": different, **{name: t["cublas"] / t[name] for name in plans}}
-        say(f"ahead {shape!s:18} differing {different}, ratio to cublas "
-            + "  ".join(f"{name} {result[str(shape)][name]:.3f}" for name in plans))
-    say("ahead geometric means: " + "  ".join(
-        f"{name} {geometric_mean([row[name] for row in result.values()]):.3f}" for name in tiles))
-    return result
 
 
 def small(num_sms: int) -> dict:
@@ -273,7 +246,6 @@ def gradients(num_sms: int) -> dict:
 
 
 SECTIONS = {"speed": speed, "small": small, "epilogue": epilogue, "bits": bits, "error": error, "gradients": gradients}
-BY_NAME = {"ahead": ahead}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -282,14 +254,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--sms", type=int, help="SMs to use; default: the whole device")
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    if unknown := set(options.sections) - set(SECTIONS) - set(BY_NAME):
-        parser.error(f"no section named {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS | BY_NAME)}")
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section named {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if not torch.cuda.is_available():
         parser.error(f"needs a GPU: {fk.unavailable_reason('gemm_nt')}")
     properties = torch.cuda.get_device_properties(0)
     num_sms = options.sms or properties.multi_processor_count
     say(f"{properties.name}, {num_sms} SMs, torch {torch.__version__}, triton {triton.__version__}")
-    figures = {name: (SECTIONS | BY_NAME)[name](num_sms) for name in (options.sections or SECTIONS)}
+    figures = {name: SECTIONS[name](num_sms) for name in (options.sections or SECTIONS)}
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)

@@ -24,7 +24,7 @@ from flowmill_kernels import (
 )
 from flowmill_kernels.elementwise import gelu_tanh
 from flowmill_kernels.gemm import _rows
-from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, TREE_AHEAD, tile_for, tree_tile_for
+from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, LARGE_SPLIT, MEDIUM_SPLIT, tile_for, tree_tile_for
 from flowmill_kernels.schemes import Scheme, combine, consistent_scheme, tp_scheme, tree_sum
 from flowmill_kernels.shapes import NARROW_SHAPES, ROWS, SHAPES, SM_COUNTS, TINY_SHAPES, Shape
 
@@ -197,8 +197,15 @@ def test_every_tile_that_a_rule_returns_is_in_the_catalogue() -> None:
     for m in ROWS:
         for n in (32, 64, 512, 1536, 3072, 12288):
             for k in (128, 1536, 12288):
-                tiles = {tree_tile_for(n, k, m=m), *(tile_for(n, k, m=m, gated=gated) for gated in (False, True))}
-                assert tiles <= set(CATALOGUE.values())
+                tiles = {tile_for(n, k, m=m, num_sms=sms, gated=gated) for sms in (7, 132) for gated in (False, True)}
+                assert tiles | {tree_tile_for(n, k, m=m)} <= set(CATALOGUE.values())
+
+
+def test_narrow_tiles_where_wide_ones_leave_the_last_round_idle() -> None:
+    # 52 x 6 wide tiles are 2.4 rounds of 132 SMs, 52 x 12 narrow ones 4.7; on 104 SMs 3 and 6.
+    assert tile_for(1536, 1536, m=6560, num_sms=132) == MEDIUM_SPLIT
+    assert tile_for(1536, 1536, m=6560, num_sms=104) == LARGE_SPLIT
+    assert tile_for(12288, 3072, m=16384, num_sms=132) == LARGE_SPLIT
 
 
 def test_combine_and_tree_sum_orders() -> None:
@@ -434,21 +441,27 @@ def test_gpu_every_tile_spread_and_load_gives_the_same_bits(gpu: torch.device, s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-@pytest.mark.parametrize("shape", [Shape(3000, 1536, 1536), Shape(577, 264, 3072), Shape(130, 3072, 1024)], ids=str)
-def test_gpu_products_started_ahead_change_no_bit(gpu: torch.device, shape: Shape, blocks: int) -> None:
-    x, w = operands(shape, gpu)
-    bias, gate, residual = (torch.randn(s, device=gpu).to(x) for s in ((shape.n,), (2, shape.n), (shape.m, shape.n)))
-    x, residual = x[: shape.m // 2 * 2], residual[: shape.m // 2 * 2]
-    plan = dataclasses.replace(gemm_nt_schedule(*shape, mode="tp_invariant"), tile=CATALOGUE["tree_split"],
-                               spread=False)
-    tile = dataclasses.replace(TREE_AHEAD, ahead=blocks)
-    for end in ({}, {"bias": bias, "activation": "gelu_tanh", "gate": gate, "residual": residual}):
-        base = gemm_nt(x, w, num_sms=132, schedule=plan, **end)
-        for sms in (132, 7):
-            y = torch.full_like(base, torch.nan)
-            gemm_nt(x, w, num_sms=sms, schedule=dataclasses.replace(plan, tile=tile), out=y, **end)
-            assert_bitwise_equal(y, base)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("parts", "dtype"), [("b", "bfloat16"), ("ba", "bfloat16"), ("r", "bfloat16"),
+                                              ("bgr", "bfloat16"), ("bgr", "float32"), ("bag", "float32")])
+def test_gpu_epilogues_of_every_tile_give_the_same_bits(gpu: torch.device, parts: str, dtype: str, mode: str) -> None:
+    """Bias and gate rows wait beside the tiles, a residual in the output's memory; samples meet inside tiles, and
+    programs have several."""
+    tiles = ["tree_split"] if mode == "tp_invariant" else ["large_split", "medium_split"]
+    for shape in (Shape(3000, 1536, 1536), Shape(578, 264, 3072), Shape(130, 3072, 1024), Shape(6560, 1536, 512)):
+        x, w = operands(shape, gpu)
+        sizes = {"b": (shape.n,), "g": (2, shape.n), "r": (shape.m, shape.n)}
+        bias, gate, residual = (torch.randn(sizes[p], device=gpu).to(getattr(torch, dtype)) if p in parts else None
+                                for p in "bgr")
+        end = {"bias": bias, "gate": gate, "residual": residual, "activation": "gelu_tanh" if "a" in parts else "none"}
+        plan = dataclasses.replace(gemm_nt_schedule(*shape, mode=mode), spread=False)
+        one = dataclasses.replace(plan, tile=CATALOGUE["tree" if mode == "tp_invariant" else "medium"])
+        base = gemm_nt(x, w, num_sms=132, schedule=one, **end)
+        for tile in tiles:
+            for sms in (132, 7):
+                y = torch.full_like(base, torch.nan)
+                gemm_nt(x, w, num_sms=sms, schedule=dataclasses.replace(plan, tile=CATALOGUE[tile]), out=y, **end)
+                assert_bitwise_equal(y, base)
 
 
 @pytest.mark.gpu

@@ -40,13 +40,14 @@ class Schedule:
     """`auto`: TMA where the GPU and the row lengths allow it, else plain pointers."""
 
 
-def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilogue: Epilogue | None = None
-                     ) -> Schedule:
+def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilogue: Epilogue | None = None,
+                     num_sms: int = 132) -> Schedule:
     """The schedule that `gemm_nt` and `gemm_nn` take for m rows, n output columns and contraction length k."""
     if mode == "tp_invariant":
         scheme, tile = tp_scheme(k), tree_tile_for(n, k, m=m)
     elif mode == "consistent":
-        scheme, tile = consistent_scheme(n, k), tile_for(n, k, m=m, gated=epilogue is not None and epilogue.gate)
+        scheme = consistent_scheme(n, k)
+        tile = tile_for(n, k, m=m, num_sms=num_sms, gated=epilogue is not None and epilogue.gate)
     else:
         raise ValueError(f"mode must be 'consistent' or 'tp_invariant', got {mode!r}")
     return Schedule(scheme, tile, spread_segments(m, n, scheme.num_segments(k)))
@@ -198,7 +199,8 @@ def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
         if partial_of is None:
             # A gate of many rows costs no more registers than a bias.
             few = gate is not None and m // max(1, gate.shape[0]) < 64
-            schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=dataclasses.replace(epilogue, gate=few))
+            schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=dataclasses.replace(epilogue, gate=few),
+                                        num_sms=num_sms)
         else:
             scheme = tp_scheme(k * partial_of)
             schedule = Schedule(scheme, tree_tile_for(n, k, m=m), spread_segments(m, n, scheme.num_segments(k)))

@@ -1,7 +1,7 @@
-"""Tiles, chosen by dtype and the global N and K of a layer. Pure data and rules; nothing here can change a bit.
+"""Tiles, chosen by a layer's N and K, its rows and the caller's SMs. Pure data and rules; nothing can change a bit.
 
 Every tile of the catalogue walks K in the same tensor-core steps of 16, so all give the same bits; the GPU tests prove
-that for the whole catalogue. That is what allows the second tile of a key, for few rows. The SM count appears nowhere.
+that for the whole catalogue. That is what allows a choice by rows and SMs: how well tiles fill the GPU.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,7 @@ class Tile:
     split_roles: bool = False
     """On Hopper: one warp loads, two groups of four warps multiply 64 rows each (hopper.py); block_m is 128."""
     register_levels: int = 1
-    """Levels of the summation tree kept in registers; deeper ones wait elsewhere. With split roles one level is in
-    registers always, and 1 puts the sum of four segments in device memory, which leaves room for more stages."""
-    ahead: int = 0
-    """With split roles and a tree of 8 in 128 columns: K blocks whose products start before the sum before them is
-    added, put away or stored; they hold their stages meanwhile. 0: none, by the kernel without."""
+    """Levels of the summation tree kept in registers; deeper ones wait elsewhere. Without split roles only."""
 
 
 LARGE = Tile(128, 256, 64, 4, 8, group_m=16, epilogue_parts=2, flatten=True)
@@ -46,19 +42,17 @@ FEW_NARROW = Tile(64, 32, 128, 6, 4)
 NARROW = Tile(128, 64, 64, 5, 4)
 TREE = Tile(128, 128, 64, 4, 8)
 TREE_SPLIT = Tile(128, 128, 64, 5, 8, split_roles=True)
-TREE_AHEAD = Tile(128, 128, 64, 5, 8, split_roles=True, ahead=2)
-"""Not in a rule yet: its speed has not been measured (`benchmarks/gemm.py ahead`)."""
 
 CATALOGUE = {"large": LARGE, "large_split": LARGE_SPLIT, "medium": MEDIUM, "medium_split": MEDIUM_SPLIT, "few": FEW,
              "few_narrow": FEW_NARROW, "narrow": NARROW, "tree": TREE, "tree_split": TREE_SPLIT}
 """Every tile that a rule below may return, and those that stand in for split roles elsewhere than on Hopper."""
 
 
-def tile_for(n: int, k: int, *, m: int, gated: bool = False) -> Tile:
-    """Tile of mode `consistent`. `m` only tells few rows from many, between tiles proven bit-equal.
+def tile_for(n: int, k: int, *, m: int, num_sms: int, gated: bool = False) -> Tile:
+    """Tile of mode `consistent`, among tiles proven bit-equal.
 
-    Measured on an H200 (kernels/benchmarks/gemm.py). `gated`: for the epilogue's gate a 256 wide tile has too few
-    registers.
+    Measured on an H200 (kernels/benchmarks/gemm.py). `gated`: for gates that change within 64 rows a 256 wide tile has
+    too few registers.
     """
     if n <= 512:
         return NARROW if m > 64 else FEW_NARROW
@@ -66,7 +60,12 @@ def tile_for(n: int, k: int, *, m: int, gated: bool = False) -> Tile:
         return FEW_NARROW if n < 4096 else FEW
     if m <= 1024:
         return MEDIUM if m <= 600 else LARGE
-    return MEDIUM_SPLIT if gated or n * k > 2**26 else LARGE_SPLIT
+    if gated or n * k > 2**26:
+        return MEDIUM_SPLIT
+    # The last round of tiles leaves SMs idle, fewer with narrow tiles; these cost 2 % more a column.
+    rows = -(-m // 128)
+    wide, narrow = (-(-rows * -(-n // tile.block_n) // num_sms) * tile.block_n for tile in (LARGE_SPLIT, MEDIUM_SPLIT))
+    return MEDIUM_SPLIT if 1.02 * narrow < wide else LARGE_SPLIT
 
 
 def tree_tile_for(n: int, k: int, *, m: int) -> Tile:

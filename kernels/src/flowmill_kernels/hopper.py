@@ -3,8 +3,8 @@
 One warp only loads; two groups of four warps own 64 rows each of a tile of 128. The groups run apart: while one adds or
 stores, the other multiplies, and loads run ahead through segments and tiles. Plain Triton cannot keep the waiting sums
 of `tp_invariant`'s tree near without stalling the tensor cores at each segment: its best form reached 0.43 of cuBLAS.
-Here the sum of one segment waits in registers, that of two in shared memory, that of four in shared or device memory.
-With `Tile.ahead` the next products start before a sum is put away (`_sum_trees`): compiled for sm_90 only, not run yet.
+Here the sum of one segment waits in registers, that of two in shared memory, that of four in device memory, and the
+next products start before a sum is put away (`_sum_trees`).
 
 The order of every sum is the scheme's, so the bits are those of the Triton kernel; tests prove it. Gluon is an
 experimental interface of triton: versions it is not written for take the Triton back end's own kernel.
@@ -93,28 +93,35 @@ def _load_all(x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N
 @gluon.jit
 def _multiply(acc, step, a_tiles, b_tiles, ready, HALF: gl.constexpr, FIRST: gl.constexpr, NT: gl.constexpr,
               STAGES: gl.constexpr):
-    """Start the products of one K block for 64 rows; on return those of the block before are done."""
+    """Start the products of one K block for 64 rows, once it has come."""
     slot = step % STAGES
     mbarrier.wait(ready.index(slot), step // STAGES & 1)
     if NT:
         b = b_tiles.index(slot).permute((1, 0))
     else:
         b = b_tiles.index(slot)
-    acc = warpgroup_mma(a_tiles.index(slot * 2 + HALF), b, acc, use_acc=not FIRST, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+    return warpgroup_mma(a_tiles.index(slot * 2 + HALF), b, acc, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
-                   HALF: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
-    """Sum one segment, the last block's products still under way; a slot goes back to the loader once it is read.
+def _begin(step, a_tiles, b_tiles, ready, layout: gl.constexpr, BLOCK_N: gl.constexpr, HALF: gl.constexpr,
+           NT: gl.constexpr, STAGES: gl.constexpr):
+    """Start a segment's first block, which overwrites the accumulator.
 
-    The first block overwrites the accumulator: a zeroed one would be one more tile of live registers, and the compiler
-    then serializes the products.
+    A zeroed one would be one more tile of live registers, and the compiler then serializes the products.
     """
-    acc = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT, STAGES)
+    return _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT, STAGES)
+
+
+@gluon.jit
+def _go_on(acc, step, steps, a_tiles, b_tiles, ready, empty, HALF: gl.constexpr, NT: gl.constexpr,
+           STAGES: gl.constexpr):
+    """Sum the rest of a begun segment, the last block's products still under way; a slot goes back to the loader once
+    it is read."""
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     for i in range(1, steps):
         acc = _multiply(acc, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
     return acc
 
@@ -128,74 +135,48 @@ def _end_segment(acc, step, steps, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
-              HALF: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
-    """Sum of two neighbouring segments for 64 rows; the second starts before the first one's last products are done."""
-    one = _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
-    step += steps
-    other = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT,
-                      STAGES)
-    one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
-    mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-    for i in range(1, steps):
-        other = _multiply(other, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
-        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
-    return one + _end_segment(other, step, steps, empty, STAGES)
-
-
-@gluon.jit
-def _issue(acc, step, a_tiles, b_tiles, ready, HALF: gl.constexpr, FIRST: gl.constexpr, NT: gl.constexpr,
-           STAGES: gl.constexpr):
-    """Start the products of one K block for 64 rows and wait for none."""
-    slot = step % STAGES
-    mbarrier.wait(ready.index(slot), step // STAGES & 1)
-    if NT:
-        b = b_tiles.index(slot).permute((1, 0))
-    else:
-        b = b_tiles.index(slot)
-    return warpgroup_mma(a_tiles.index(slot * 2 + HALF), b, acc, use_acc=not FIRST, is_async=True)
-
-
-@gluon.jit
-def _begin(step, a_tiles, b_tiles, ready, layout: gl.constexpr, BLOCK_N: gl.constexpr, HALF: gl.constexpr,
-           NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
-    """Start the first AHEAD blocks of a segment: the tensor cores work on while the sum before is taken care of."""
-    acc = _issue(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT, STAGES)
-    for i in gl.static_range(1, AHEAD):
-        acc = _issue(acc, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
-    return acc
-
-
-@gluon.jit
 def _finish_pair(acc, step, steps, a_tiles, b_tiles, ready, empty, layout: gl.constexpr, BLOCK_N: gl.constexpr,
-                 HALF: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
-    """Sum of two neighbouring segments, the first AHEAD blocks of the first being under way in `acc`."""
-    one = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-    for i in gl.static_range(AHEAD - 1):
-        mbarrier.arrive(empty.index((step + i) % STAGES), count=1)
-    for i in range(AHEAD, steps):
-        one = _multiply(one, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
-        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+                 HALF: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+    """Sum of two neighbouring segments for 64 rows, the first block of the first being under way in `acc`.
+
+    The second starts before the first one's last products are done.
+    """
+    one = _go_on(acc, step, steps, a_tiles, b_tiles, ready, empty, HALF, NT, STAGES)
     step += steps
-    other = _multiply(gl.zeros([64, BLOCK_N], gl.float32, layout), step, a_tiles, b_tiles, ready, HALF, True, NT,
-                      STAGES)
+    other = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, STAGES)
     one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
     mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-    for i in range(1, steps):
-        other = _multiply(other, step + i, a_tiles, b_tiles, ready, HALF, False, NT, STAGES)
-        mbarrier.arrive(empty.index((step + i - 1) % STAGES), count=1)
+    other = _go_on(other, step, steps, a_tiles, b_tiles, ready, empty, HALF, NT, STAGES)
     return one + _end_segment(other, step, steps, empty, STAGES)
 
 
 @gluon.jit
-def _epilogue(acc, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate, stride_residual,
-              layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
-              GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr):
-    """``residual + gate * gelu(round(acc + bias))``, operation for operation as in the Triton back end."""
+def _column_values(pointer, col, N, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    """[BLOCK_N] values that rows of a tile share."""
+    cols = col + gl.arange(0, BLOCK_N, layout)
+    return gl.load(pointer + cols, cols < N, other=0.0)
+
+
+@gluon.jit
+def _gate_rows(row, M, rows_per_gate):
+    """The gate row of the first of some rows, and the next one; all rows may lie beyond M."""
+    last = (M - 1) // rows_per_gate
+    first = gl.minimum(row // rows_per_gate, last)
+    return first, gl.minimum(first + 1, last)
+
+
+@gluon.jit
+def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate, stride_gate,
+              stride_residual, layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr,
+              GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr):
+    """``residual + gate * gelu(round(acc + bias))``, operation for operation as in the Triton back end.
+
+    `bias_row` [BLOCK_N]; for GATE 2, `gate_one` and `gate_two` are the rows of `_gate_rows`, and `gate` is not read.
+    """
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     if BIAS:
-        acc = acc + gl.expand_dims(gl.load(bias + cols, cols < N, other=0.0).to(gl.float32), 0)
+        acc = acc + gl.expand_dims(bias_row.to(gl.float32), 0)
     if GELU:
         acc = acc.to(out_tile.dtype).to(gl.float32)
         u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
@@ -204,13 +185,9 @@ def _epilogue(acc, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate
         inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
     if GATE == 2:
         # At least as many rows a gate as there are here, so two gate rows will do.
-        last = (M - 1) // rows_per_gate
-        first = gl.minimum(row // rows_per_gate, last)  # all rows here may lie beyond M
-        one = gl.load(gate + first * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
-        last = gl.minimum(first + 1, last)
-        two = gl.load(gate + last * stride_gate + cols, cols < N, other=0.0).to(gl.float32)
+        first, _ = _gate_rows(row, M, rows_per_gate)
         before = gl.expand_dims(rows < (first + 1) * rows_per_gate, 1)
-        acc = acc * gl.where(before, gl.expand_dims(one, 0), gl.expand_dims(two, 0))
+        acc = acc * gl.where(before, gl.expand_dims(gate_one, 0), gl.expand_dims(gate_two, 0)).to(gl.float32)
     if GATE == 1:
         at = gl.expand_dims(rows // rows_per_gate * stride_gate, 1) + gl.expand_dims(cols, 0)
         acc = acc * gl.load(gate + at, inside, other=0.0).to(gl.float32)
@@ -246,52 +223,60 @@ def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _sum_halves(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, four_tile, out_tile, ready, empty,
+def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, bias_tiles, gate_tiles, ready, empty,
                 arrived, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
-                SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
-                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr,
-                SCRATCH: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
-    """Four warps: 64 rows of every tile of this program, the tree over segments, the epilogue and the store."""
+                SEGMENTS: gl.constexpr,
+                BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
+                GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr, NT: gl.constexpr,
+                STAGES: gl.constexpr):
+    """Four warps: 64 rows of every tile of this program, up to 4 segments, the epilogue and the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_N, 16])
-    if SCRATCH:
-        four = scratch + (gl.program_id(0).to(gl.int64) * 2 + HALF) * (64 * BLOCK_N)
+    across: gl.constexpr = gl.BlockedLayout([BLOCK_N // 128], [32], [4], [0])
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
     step = 0
     for t in range(my_tiles):
         row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
         row += HALF * 64
-        if SEGMENTS == 4 or SCRATCH or RESIDUAL_TILE:  # the last store may still read what is overwritten now
+        # What the epilogue needs comes while the products run, and waits where it takes no registers from them.
+        part = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, STAGES)
+        if BIAS:
+            bias_tiles.index(HALF).store(_column_values(bias, col, N, across, BLOCK_N))
+        if GATE == 2:
+            first, second = _gate_rows(row, M, rows_per_gate)
+            gate_tiles.index(2 * HALF + 0).store(_column_values(gate + first * stride_gate, col, N, across, BLOCK_N))
+            gate_tiles.index(2 * HALF + 1).store(_column_values(gate + second * stride_gate, col, N, across, BLOCK_N))
+        if RESIDUAL_TILE:  # into the memory that the result leaves by, once the last result has left
             tma.store_wait(0)
-        if RESIDUAL_TILE:  # comes while the products run, into the memory that the result leaves by
             mbarrier.expect(arrived, residual.block_type.nbytes)
             _copy_in(residual, [row, col], arrived, out_tile)
         if SEGMENTS == 1:
-            part = _start_segment(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
+            part = _go_on(part, step, steps, a_tiles, b_tiles, ready, empty, HALF, NT, STAGES)
             part = _end_segment(part, step, steps, empty, STAGES)
             step += steps
         else:
             for pair in gl.static_range(SEGMENTS // 2):
-                part = _sum_pair(step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
-                step += 2 * steps
-                if pair % 2 == 1:
-                    part = two_tile.load(layout) + part
-                    if pair == 3:
-                        if SCRATCH:
-                            part = _four_load(four, layout, BLOCK_N) + part
-                        else:
-                            part = four_tile.load(layout) + part
-                    elif SEGMENTS == 8:
-                        if SCRATCH:
-                            _four_store(four, part, layout, BLOCK_N)
-                        else:
-                            tma.store_wait(0)  # the last store may still read this memory
-                            four_tile.store(part)
-                elif SEGMENTS > 2:
+                if pair == 1:
+                    tma.store_wait(0)  # the last store may still read this memory
                     two_tile.store(part)
+                    part = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, STAGES)
+                part = _finish_pair(part, step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT,
+                                    STAGES)
+                step += 2 * steps
+            if SEGMENTS == 4:
+                part = two_tile.load(layout) + part
         if RESIDUAL_TILE:
             mbarrier.wait(arrived, t & 1)
-        part = _epilogue(part, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate,
-                         stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE)
+        bias_row = 0
+        gate_one = 0
+        gate_two = 0
+        if BIAS:
+            bias_row = bias_tiles.index(HALF).load(columns)
+        if GATE == 2:
+            gate_one = gate_tiles.index(2 * HALF + 0).load(columns)
+            gate_two = gate_tiles.index(2 * HALF + 1).load(columns)
+        part = _epilogue(part, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate,
+                         stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE)
         if SEGMENTS < 4 and not RESIDUAL_TILE:
             tma.store_wait(0)
         out_tile.store(part.to(y.dtype))
@@ -305,10 +290,20 @@ def _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, c
                  stride_residual, layout: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
                  GATE: gl.constexpr, RESIDUAL: gl.constexpr):
     """The tree's last additions for 64 rows whose last pair of segments is in `part`, the epilogue and the store."""
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    bias_row = 0
+    gate_one = 0
+    gate_two = 0
+    if BIAS:
+        bias_row = _column_values(bias, col, N, columns, BLOCK_N)
+    if GATE == 2:
+        first, second = _gate_rows(row, M, rows_per_gate)
+        gate_one = _column_values(gate + first * stride_gate, col, N, columns, BLOCK_N)
+        gate_two = _column_values(gate + second * stride_gate, col, N, columns, BLOCK_N)
     part = two_tile.load(layout) + part
     part = _four_load(four, layout, BLOCK_N) + part
-    part = _epilogue(part, row, col, bias, gate, residual, out_tile, M, N, rows_per_gate, stride_gate, stride_residual,
-                     layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, False)
+    part = _epilogue(part, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate,
+                     stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, False)
     out_tile.store(part.to(y.dtype))
     fence_async_shared()
     _copy_out(y, [row, col], out_tile)
@@ -318,11 +313,11 @@ def _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, c
 def _sum_trees(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, out_tile, ready, empty, M, N, my_tiles,
                steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr, BLOCK_N: gl.constexpr,
                GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr,
-               RESIDUAL: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
+               RESIDUAL: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """As `_sum_halves` for 8 segments with the sum of four in device memory, and never idle between sums.
 
-    The products of the next AHEAD blocks, of the next tile too, are under way while a finished sum is added, put away
-    or stored. What crosses the loop's seam is a finished sum: products under way there would be serialized.
+    The products of the next block, of the next tile too, are under way while a finished sum is added, put away or
+    stored. What crosses the loop's seam is a finished sum: products under way there would be serialized.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_N, 16])
@@ -332,17 +327,16 @@ def _sum_trees(y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tile, out
     col = 0
     part = gl.zeros([64, BLOCK_N], gl.float32, layout)
     for t in range(my_tiles):
-        ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, AHEAD, STAGES)
+        ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, STAGES)
         _finish_tree(part, y, bias, gate, residual, four, two_tile, out_tile, row, col, M, N, rows_per_gate,
                      stride_gate, stride_residual, layout, BLOCK_N, BIAS, GELU, GATE, RESIDUAL)
         row, col = _origin(gl.program_id(0) + t * gl.num_programs(0), M, N, BLOCK_N, GROUP_M)
         row += HALF * 64
         for pair in gl.static_range(4):
-            part = _finish_pair(ahead, step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, AHEAD,
-                                STAGES)
+            part = _finish_pair(ahead, step, steps, a_tiles, b_tiles, ready, empty, layout, BLOCK_N, HALF, NT, STAGES)
             step += 2 * steps
             if pair < 3:
-                ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, AHEAD, STAGES)
+                ahead = _begin(step, a_tiles, b_tiles, ready, layout, BLOCK_N, HALF, NT, STAGES)
             if pair == 0:
                 tma.store_wait(0)  # the last store may still read this memory
                 two_tile.store(part)
@@ -370,38 +364,37 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "steps", "blocks_0", "blocks_1", "blocks_2", "rows_per_gate"])
 def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0, blocks_1,
                  blocks_2, rows_per_gate, stride_gate, stride_residual, EXTRAS: gl.constexpr,
-                 RESIDUAL_TILE: gl.constexpr,
-                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-                 BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr,
-                 SCRATCH: gl.constexpr, NT: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr):
+                 RESIDUAL_TILE: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                 GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr,
+                 RESIDUAL: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
     a_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK_K], x.layout)
     b_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
-    # Waiting sums; the output's tile takes the memory of the last that is read.
-    wait_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    # Waiting sums, each in the memory that the output's tile leaves by.
     PER_WAITING: gl.constexpr = 32 // y.dtype.primitive_bitwidth
-    if AHEAD > 0:
+    if SEGMENTS == 8:
         # A thread finds its own values again, 16 bytes at a time, its neighbours' beside them: no bank conflict.
-        own: gl.constexpr = gl.SharedLinearLayout([[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0],
-                                                   [32, 0], [0, 8], [0, 16], [0, 32], [0, 64]], [], 1024)
-        own_0 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], own)
-        own_1 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], own)
-        out_0 = own_0._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
-        out_1 = own_1._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
-    elif SEGMENTS >= 4:
+        wait_layout: gl.constexpr = gl.SharedLinearLayout(
+            [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32],
+             [0, 64]], [], 1024)
+        two_0 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], wait_layout)
+        two_1 = gl.allocate_shared_memory(gl.float32, [64, BLOCK_N], wait_layout)
+        out_0 = two_0._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
+        out_1 = two_1._reinterpret(y.dtype, [PER_WAITING, 64, BLOCK_N], y.layout).index(0)
+    elif SEGMENTS == 4:
+        wait_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
         two_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
-        if SEGMENTS == 8 and not SCRATCH:
-            four_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, BLOCK_N], wait_layout)
-        else:
-            four_tiles = two_tiles
-        out_tiles = four_tiles._reinterpret(y.dtype, [2 * PER_WAITING, 64, BLOCK_N], y.layout)
+        two_0 = two_tiles.index(0)
+        two_1 = two_tiles.index(1)
+        out_tiles = two_tiles._reinterpret(y.dtype, [2 * PER_WAITING, 64, BLOCK_N], y.layout)
         out_0 = out_tiles.index(0)
         out_1 = out_tiles.index(PER_WAITING)
     else:
-        two_tiles = gl.allocate_shared_memory(y.dtype, [2, 64, BLOCK_N], y.layout)
-        four_tiles = two_tiles
-        out_0 = two_tiles.index(0)
-        out_1 = two_tiles.index(1)
+        out_tiles = gl.allocate_shared_memory(y.dtype, [2, 64, BLOCK_N], y.layout)
+        out_0 = out_tiles.index(0)
+        out_1 = out_tiles.index(1)
+        two_0 = out_0
+        two_1 = out_1
     ready, empty = _make_barriers(STAGES, 2)
     num_tiles = gl.cdiv(M, 128) * gl.cdiv(N, BLOCK_N)
     my_tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
@@ -411,37 +404,45 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
         for i in gl.static_range(2):
             mbarrier.init(arrived.index(i), count=1)
         fence_async_shared()
-    if AHEAD > 0:
+    # For each half: the bias of its columns, and two gate rows.
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bias_tiles = gl.allocate_shared_memory(bias.dtype.element_ty if BIAS else y.dtype, [2, BLOCK_N if BIAS else 1],
+                                           row_layout)
+    gate_tiles = gl.allocate_shared_memory(gate.dtype.element_ty if GATE == 2 else y.dtype,
+                                           [4, BLOCK_N if GATE == 2 else 1], row_layout)
+    if SEGMENTS == 8:
         gl.warp_specialize([
-            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, own_0, out_0, ready, empty, M, N,
+            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_0, out_0, ready, empty, M, N,
                           my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 0, BLOCK_N, GROUP_M, BIAS,
-                          GELU, GATE, RESIDUAL, NT, AHEAD, STAGES)),
-            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, own_1, out_1, ready, empty, M, N,
+                          GELU, GATE, RESIDUAL, NT, STAGES)),
+            (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_1, out_1, ready, empty, M, N,
                           my_tiles, my_steps, rows_per_gate, stride_gate, stride_residual, 1, BLOCK_N, GROUP_M, BIAS,
-                          GELU, GATE, RESIDUAL, NT, AHEAD, STAGES)),
+                          GELU, GATE, RESIDUAL, NT, STAGES)),
             (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
                          blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(0), four_tiles.index(0),
-                           out_0, ready, empty, arrived.index(0), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
-                           stride_residual, 0,
-                           SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
-            (_sum_halves, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_tiles.index(1), four_tiles.index(1),
-                           out_1, ready, empty, arrived.index(1), M, N, my_tiles, my_steps, rows_per_gate, stride_gate,
-                           stride_residual, 1,
-                           SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE, SCRATCH, NT, STAGES)),
+            (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_0, out_0, bias_tiles, gate_tiles,
+                           ready, empty, arrived.index(0), M, N, my_tiles, my_steps,
+                           rows_per_gate, stride_gate, stride_residual, 0, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
+                           RESIDUAL, RESIDUAL_TILE, NT, STAGES)),
+            (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_1, out_1, bias_tiles, gate_tiles,
+                           ready, empty, arrived.index(1), M, N, my_tiles, my_steps,
+                           rows_per_gate, stride_gate, stride_residual, 1, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
+                           RESIDUAL, RESIDUAL_TILE, NT, STAGES)),
             (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
                          blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
         ], [4, 1], [240, 24])
 
 
 def takes(y: Tensor, scheme: Scheme, k: int, tile: Tile) -> bool:
-    """Whether these kernels can do it: one segment, or a tree of whole blocks of 64; a 16-bit output unless a tree."""
+    """Whether these kernels can do it: one segment, or a tree of whole blocks of 64, of 8 with 128 columns; a 16-bit
+    output unless a tree."""
     if scheme.num_segments(k) == 1:
         return y.element_size() == 2
-    return scheme.order == "tree" and scheme.segment_k % tile.block_k == 0
+    eight = scheme.num_segments(k) == NUM_SEGMENTS
+    return scheme.order == "tree" and scheme.segment_k % tile.block_k == 0 and (not eight or tile.block_n == 128)
 
 
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -465,8 +466,9 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     (m, k), n = x.shape, y.shape[1]
     segments = scheme.num_segments(k)
     grid = min(num_sms, -(-m // BLOCK_M) * -(-n // tile.block_n))
-    use_scratch = segments == NUM_SEGMENTS and tile.register_levels == 1
-    scratch = torch.empty(grid * BLOCK_M * tile.block_n, dtype=torch.float32, device=x.device) if use_scratch else None
+    scratch = None
+    if segments == NUM_SEGMENTS:  # the sums of four
+        scratch = torch.empty(grid * BLOCK_M * tile.block_n, dtype=torch.float32, device=x.device)
     residual_tile = segments == 1 and residual is not None and residual.dtype == y.dtype and _takes_tma(residual)
     pairs = [t for pair in extra for t in pair]
 
@@ -474,9 +476,10 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         nt = layout == "nt"
         steps = triton.cdiv(k, tile.block_k) if segments == 1 else scheme.segment_k // tile.block_k
         w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
-        waiting = 4 * BLOCK_M * tile.block_n * (2 if segments == NUM_SEGMENTS and not use_scratch else 1)
         stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
-        room = SHARED_BYTES - 1024 - (waiting if segments >= 4 else y.element_size() * BLOCK_M * tile.block_n)
+        room = SHARED_BYTES - 1024 - (4 if segments >= 4 else y.element_size()) * BLOCK_M * tile.block_n
+        for rows, values in ((2, bias), (4, gate)):
+            room -= 0 if values is None else rows * tile.block_n * values.element_size()
         x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
         out_block = [BLOCK_M // 2, tile.block_n]
         others: list = []
@@ -495,9 +498,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "BIAS": epilogue.bias,
             "GELU": epilogue.activation == "gelu_tanh",
             "GATE": 0 if gate is None else 2 if rows_per_gate >= BLOCK_M // 2 else 1, "RESIDUAL": epilogue.residual,
-            "SCRATCH": use_scratch, "NT": nt,
-            "AHEAD": min(tile.ahead, steps) if use_scratch and tile.block_n == 128 else 0,
-            "STAGES": min(tile.num_stages, room // stage), "num_warps": 4, "enable_fp_fusion": False}
+            "NT": nt, "STAGES": min(tile.num_stages, room // stage), "num_warps": 4, "enable_fp_fusion": False}
         return (grid,), arguments, constants
 
     key = (signature(x, w, y, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, tile, residual_tile)

@@ -358,15 +358,10 @@ BACKWARD_KEYS = {64: (64, 64, 4, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
 BACKWARD_QUERIES = {64: (64, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
 
 
-# Alone they were right on a GPU and 1.1 to 1.3 times as fast; behind this dispatch the tests of the promises have not
-# run there yet (`pytest -m gpu -k promises`). Until they have, nobody's bits hang on them.
-USE_GLUON = False
-
-
 @functools.cache
 def _specialized(device: torch.device) -> ModuleType | None:
     """The module of kernels with split roles where GPU and triton have what they need."""
-    if not USE_GLUON or hopper_kernels(device) is None:
+    if hopper_kernels(device) is None:
         return None
     from . import hopper_attention
 
