@@ -4,8 +4,9 @@
 
 Needs diffusers and peft. Both sides are the same model with the same random weights and adapters: eager, block-wise
 `torch.compile(fullgraph=True)` and `apply_kernels(model, "consistent")`. Times are medians over rounds in which the
-candidates take turns on fresh inputs, so they meet the same clocks. `bits`: log-probs of a Flow-SDE step, no-grad
-against training forward and over batch sizes.
+candidates take turns on fresh inputs, so they meet the same clocks. In training also both as CUDA graphs: compile's
+forward and backward, and ours as `MicroBatchGraph`. `bits`: log-probs of a Flow-SDE step, no-grad against training
+forward and over batch sizes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
 
-from flowmill_kernels import GradientLeaves, LeafPlan, apply_kernels, mean
+from flowmill_kernels import GradientLeaves, LeafPlan, MicroBatchGraph, apply_kernels, mean
 
 LORA = ["attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k", "attn.to_out.0",
         "attn.to_q", "attn.to_v"]
@@ -222,15 +223,66 @@ def main() -> None:
                 (model(**data[index % 3])[0].float() ** 2).mean().backward()
             collector.finish()
 
-        results["train 32"] = compare(candidates(train, train_collected), args.rounds)
+        def compiled_graph() -> Callable[[int], None]:
+            """compile's forward and backward as one CUDA graph, as torch's manual says."""
+            fixed = {k: v.clone() if torch.is_tensor(v) else v for k, v in data[0].items()}
+
+            def step() -> None:
+                (model(**fixed)[0].float() ** 2).mean().backward()
+
+            stream = torch.cuda.Stream()
+            with compile_on():
+                with torch.cuda.stream(stream):
+                    for _ in range(3):
+                        step()
+                stream.synchronize()
+                for p in trained:
+                    p.grad = None
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    step()
+            for p in trained:
+                p.grad = None
+
+            def call(index: int) -> None:
+                for name, value in data[index % 3].items():
+                    if torch.is_tensor(value):
+                        fixed[name].copy_(value)
+                graph.replay()
+
+            return call
+
+        def our_graph() -> Callable[[int], None]:
+            def step(**given: torch.Tensor) -> None:
+                (model(**given)[0].float() ** 2).mean().backward()
+
+            with apply_kernels(model, "consistent", num_sms=args.sms):
+                graph = MicroBatchGraph(collector, 32, step, data[0])
+
+            def call(index: int) -> None:
+                with collector:
+                    graph(0, **data[index % 3])
+                    collector.finish()
+                for p in trained:
+                    p.grad = None
+
+            return call
+
+        chosen = candidates(train, train_collected)
+        chosen["consistent, graph"] = (nullcontext, our_graph())
+        if not args.skip_compile:
+            chosen["compile, graph"] = (nullcontext, compiled_graph())
+        results["train 32"] = compare(chosen, args.rounds)
         say("forward + backward, batch 32, ms", results["train 32"])
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB")
     if "profile" in args.what:
         profiled(model, False, 64, args.sms)
         profiled(model, True, 32, args.sms)
     for name, times in results.items():
-        if "compile" in times and "consistent" in times:
-            say(f"{name}: compile / consistent = {times['compile'] / times['consistent']:.3f}")
+        for ours in ("consistent", "consistent, graph"):
+            for theirs in ("compile", "compile, graph"):
+                if theirs in times and ours in times:
+                    say(f"{name}: {theirs} / {ours} = {times[theirs] / times[ours]:.3f}")
     if args.out:
         with open(args.out, "w") as file:
             json.dump(results, file, indent=1)

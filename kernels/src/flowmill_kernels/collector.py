@@ -79,6 +79,7 @@ class GradientLeaves:
             self._total += p.numel()
         self._uses: list[Tensor] = []  # [leaves, total] fp32 a use
         self._views: dict[tuple[_Key, int], Tensor] = {}  # a parameter's part of a use
+        self._position: Tensor | None = None  # where recorded kernels find their first sample's number (graph.py)
         self._reset()
 
     def _reset(self) -> None:
@@ -188,14 +189,14 @@ class GradientLeaves:
         """Add fp32 gradients ``[S, *shape]`` of the open micro-batch."""
         for rows, leaves in self._take(parameter, per_sample.shape[0]):
             part = per_sample if rows is None else per_sample[rows]
-            add_leaves(leaves, part, first_sample=self._next, plan=self.plan)
+            add_leaves(leaves, part, first_sample=self._next, plan=self.plan, position=self._position)
 
     @torch.no_grad()
     def add_outer(self, parameter: Tensor, dy: Tensor, x: Tensor) -> None:
         """Add ``dy[s].T @ x[s]`` of the open micro-batch's samples."""
         for rows, leaves in self._take(parameter, dy.shape[0]):
             parts = (dy, x) if rows is None else (dy[rows], x[rows])
-            wgrad_leaves(leaves, *parts, first_sample=self._next, plan=self.plan)
+            wgrad_leaves(leaves, *parts, first_sample=self._next, plan=self.plan, position=self._position)
 
     @torch.no_grad()
     def finish(self, exchange: Callable[[Tensor, int], Tensor] | None = None) -> float:
@@ -232,9 +233,12 @@ class GradientLeaves:
         else:  # a rank without samples takes part in the exchange all the same
             rank_sum = torch.zeros(self._total, dtype=torch.float32, device=self.parameters[0].device)
         total = all_reduce_leaves(rank_sum, self.plan, exchange)
-        rounded: dict[torch.dtype, Tensor] = {dtype: total.to(dtype) for dtype in {p.dtype for p in self.parameters}}
-        for parameter, at in self._place.values():
-            parameter.grad = rounded[parameter.dtype][at:at + parameter.numel()].view(parameter.shape)
+        sizes = [p.numel() for p in self.parameters]
+        for dtype in {p.dtype for p in self.parameters}:
+            parts = total.to(dtype).split(sizes)  # all at once: slices one by one take milliseconds
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                if parameter.dtype == dtype:
+                    parameter.grad = part.view(parameter.shape)
         return _norm(total)
 
 

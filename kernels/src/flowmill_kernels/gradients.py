@@ -178,8 +178,19 @@ def _check_leaves(name: str, leaves: Tensor, shape: Sequence[int], first_sample:
                          f"{plan.rank}'s samples {plan.samples}")
 
 
-def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, plan: LeafPlan, backend: Backend = "auto"
-                 ) -> None:
+def _position(name: str, position: Tensor | None, first_sample: int, module: ModuleType, device: torch.device
+              ) -> int | Tensor:
+    """Where a kernel finds the number of its first sample."""
+    if position is None:
+        return first_sample
+    if module is cpu_backend or position.dtype != torch.int32 or position.numel() != 1 or position.device != device:
+        raise ValueError(f"{name}: position must be one int32 on a GPU beside the leaves, on {device}, got "
+                         f"{position.dtype} {tuple(position.shape)} on {position.device}")
+    return position
+
+
+def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, plan: LeafPlan, backend: Backend = "auto",
+                 position: Tensor | None = None) -> None:
     """Add every sample's ``dy[s].T @ x[s]`` into its leaf, samples in order, each summed from zero over its tokens.
 
     Args:
@@ -189,6 +200,8 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, pl
             for the down projections of q, k and v); then x is read once. The tile depends on N and K, so no equality
             with separate calls is promised: stack always or never.
         first_sample: Global number of sample 0; the samples must be the rank's own and come in order.
+        position: One int32 on the GPU; the kernels read sample 0's number there when they run. For CUDA graphs, which
+            record an address and not its value; first_sample is then only the number that is checked.
 
     Raises:
         TypeError, ValueError: for dtypes, shapes, strides and sample numbers that do not fit.
@@ -208,12 +221,15 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, pl
     if dy.numel() == 0 or x.numel() == 0:
         return
     dy, x = (t if t.stride(2) == 1 else t.contiguous() for t in (dy, x))
-    module.wgrad_leaves(leaves, dy, x, first_sample, plan.leaves[0], plan.num_samples, NUM_SEGMENTS)
+    first = _position("wgrad_leaves", position, first_sample, module, leaves.device)
+    module.wgrad_leaves(leaves, dy, x, first, plan.leaves[0], plan.num_samples, NUM_SEGMENTS)
 
 
-def add_leaves(leaves: Tensor, per_sample: Tensor, *, first_sample: int, plan: LeafPlan, backend: Backend = "auto"
-               ) -> None:
+def add_leaves(leaves: Tensor, per_sample: Tensor, *, first_sample: int, plan: LeafPlan, backend: Backend = "auto",
+               position: Tensor | None = None) -> None:
     """Add fp32 per-sample gradients ``[S, *shape]`` into ``leaves [L, *shape]``, samples in order; in place.
+
+    Arguments as in `wgrad_leaves`.
 
     Raises:
         ValueError: for dtypes, shapes, strides and sample numbers that do not fit.
@@ -225,5 +241,6 @@ def add_leaves(leaves: Tensor, per_sample: Tensor, *, first_sample: int, plan: L
                          f"{per_sample.dtype} {tuple(per_sample.shape)}")
     _check_leaves("add_leaves", leaves, per_sample.shape[1:], first_sample, len(per_sample), plan)
     if per_sample.numel():
-        _module("add_leaves", backend, leaves, per_sample).add_leaves(
-            leaves, per_sample.contiguous(), first_sample, plan.leaves[0], plan.num_samples, NUM_SEGMENTS)
+        module = _module("add_leaves", backend, leaves, per_sample)
+        first = _position("add_leaves", position, first_sample, module, leaves.device)
+        module.add_leaves(leaves, per_sample.contiguous(), first, plan.leaves[0], plan.num_samples, NUM_SEGMENTS)

@@ -69,6 +69,15 @@ def _sample_sum(wide, narrow, s, a_at, b_at, T, A, B, stride_ws, stride_wt, stri
 
 
 @triton.jit
+def _number(first_sample, FROM_DEVICE: tl.constexpr):
+    """The number of the batch's first sample: the argument, or what it points to."""
+    if FROM_DEVICE:
+        return tl.load(first_sample)
+    else:
+        return first_sample
+
+
+@triton.jit
 def _leaf_range(leaf, first_sample, num_samples, batch):
     """The micro-batch's samples of a leaf. Leaf l holds ceil(l S / L) .. ceil((l + 1) S / L) - 1, as in LeafPlan."""
     start = (leaf * num_samples + _LEAVES - 1) // _LEAVES
@@ -81,7 +90,7 @@ def _leaf_range(leaf, first_sample, num_samples, batch):
 @triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch", "T"])
 def _wgrad(wide, narrow, out, first_sample, first_leaf, num_samples, batch, T, A, B, stride_out, stride_ws, stride_wt,
            stride_ns, stride_nt, X_WIDE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_A: tl.constexpr,
-           BLOCK_B: tl.constexpr):
+           BLOCK_B: tl.constexpr, FROM_DEVICE: tl.constexpr):
     """Spread: out[s] = wide[s].T @ narrow[s]. One pass: out[l] += those of the leaf's samples, in order.
 
     out is [.., N, K], whichever of x (K columns) and dy (N columns) is the wide one.
@@ -101,64 +110,74 @@ def _wgrad(wide, narrow, out, first_sample, first_leaf, num_samples, batch, T, A
                           stride_nt, BLOCK_A, BLOCK_B)
         tl.store(to, acc, inside)
     else:
-        start, stop = _leaf_range(first_leaf + row, first_sample, num_samples, batch)
+        first = _number(first_sample, FROM_DEVICE)
+        start, stop = _leaf_range(first_leaf + row, first, num_samples, batch)
         if start < stop:
             total = tl.load(to, inside, other=0.0)
             for sample in range(start, stop):
-                total = total + _sample_sum(wide, narrow, (sample - first_sample).to(tl.int64), a_at, b_at, T, A, B,
+                total = total + _sample_sum(wide, narrow, (sample - first).to(tl.int64), a_at, b_at, T, A, B,
                                             stride_ws, stride_wt, stride_ns, stride_nt, BLOCK_A, BLOCK_B)
             tl.store(to, total, inside)
 
 
 @triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch"])
 def _add_leaves(per_sample, leaves, first_sample, first_leaf, num_samples, batch, count, stride_leaf,
-                BLOCK: tl.constexpr):
+                BLOCK: tl.constexpr, FROM_DEVICE: tl.constexpr):
     """leaves[l] += sum over this batch's samples of leaf l, in order, of per_sample [batch, count]."""
     row = tl.program_id(1)
-    start, stop = _leaf_range(first_leaf + row, first_sample, num_samples, batch)
+    first = _number(first_sample, FROM_DEVICE)
+    start, stop = _leaf_range(first_leaf + row, first, num_samples, batch)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     if start < stop:
         to = leaves + row.to(tl.int64) * stride_leaf + at
         total = tl.load(to, inside, other=0.0)
         for sample in range(start, stop):
-            s = (sample - first_sample).to(tl.int64)
+            s = (sample - first).to(tl.int64)
             total = total + tl.load(per_sample + s * count + at, inside, other=0.0)
         tl.store(to, total, inside)
 
 
-def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int, first_leaf: int, num_samples: int,
+def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int | Tensor, first_leaf: int, num_samples: int,
                  num_leaves: int, *, tile: Tile | None = None, spread: bool | None = None) -> None:
     """Add into leaves [L, N, K], whose leaf dimension's stride is free; `tile` and `spread` by hand: only speed.
 
-    dy [S, T, N] and x [S, T, K] have unit stride in their last dimension; num_leaves is NUM_SEGMENTS.
+    dy [S, T, N] and x [S, T, K] have unit stride in their last dimension; num_leaves is NUM_SEGMENTS. first_sample may
+    be int32 [1] on the GPU, read when the kernels run.
     """
     (batch, tokens, n), k = dy.shape, x.shape[2]
     tile = tile or tile_for(n, k)
     wide, narrow, a, b = (x, dy, k, n) if n <= k else (dy, x, n, k)
     if spread is None:
-        touched = (first_sample + batch - 1) * num_leaves // num_samples - first_sample * num_leaves // num_samples + 1
-        spread = spreads(n, k, tokens, tile, batch, touched)
+        # Of the number of leaves alone, not of their place: a recorded launch serves every micro-batch.
+        spread = spreads(n, k, tokens, tile, batch, _cdiv(batch * num_leaves, num_samples))
     out = torch.empty((batch, n, k), dtype=torch.float32, device=dy.device) if spread else leaves
+
+    position = first_sample if isinstance(first_sample, Tensor) else None
 
     def make() -> tuple[tuple[int, ...], list, dict]:
         arguments = [wide, narrow, out, first_sample, first_leaf, num_samples, batch, tokens, a, b, out.stride(0),
                      wide.stride(0), wide.stride(1), narrow.stride(0), narrow.stride(1)]
         constants = {"X_WIDE": n <= k, "SPREAD": spread, "BLOCK_A": tile.wide, "BLOCK_B": tile.narrow,
-                     "num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+                     "FROM_DEVICE": position is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+                     "enable_fp_fusion": False}
         return (_cdiv(a, tile.wide) * _cdiv(b, tile.narrow), out.shape[0]), arguments, constants
 
-    key = (signature(wide, narrow, out), first_sample, first_leaf, num_samples, tile, spread, n <= k)
-    launch(_wgrad, key, (wide, narrow, out), make)
+    key = (signature(wide, narrow, out), None if position is not None else first_sample, first_leaf, num_samples, tile,
+           spread, n <= k)
+    launch(_wgrad, key, (wide, narrow, out, position), make)
     if spread:
         add_leaves(leaves, out, first_sample, first_leaf, num_samples, num_leaves)
 
 
-def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int, first_leaf: int, num_samples: int,
+def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int | Tensor, first_leaf: int, num_samples: int,
                num_leaves: int) -> None:
     """Add contiguous per_sample [S, ...] fp32 into leaves [L, ...]; the leaf dimension's stride is free."""
     count = per_sample.numel() // per_sample.shape[0]
-    launch(_add_leaves, (signature(per_sample, leaves), first_sample, first_leaf, num_samples), (per_sample, leaves),
+    position = first_sample if isinstance(first_sample, Tensor) else None
+    key = (signature(per_sample, leaves), None if position is not None else first_sample, first_leaf, num_samples)
+    launch(_add_leaves, key, (per_sample, leaves, position),
            lambda: ((_cdiv(count, 1024), leaves.shape[0]),
                     [per_sample, leaves, first_sample, first_leaf, num_samples, per_sample.shape[0], count,
-                     leaves.stride(0)], {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}))
+                     leaves.stride(0)],
+                    {"BLOCK": 1024, "FROM_DEVICE": position is not None, "num_warps": 4, "enable_fp_fusion": False}))
