@@ -313,7 +313,7 @@ def test_column_slices_in_the_interpreter(n: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [Shape(700, 1536, 1536), Shape(20, 1536, 1536), Shape(700, 64, 1536),
-                                   Shape(300, 36, 128)], ids=str)
+                                   Shape(300, 36, 128), Shape(700, 1540, 512)], ids=str)  # 36, 1540: not whole 16 bytes
 def test_column_slices_on_a_gpu(shape: Shape, gpu: torch.device) -> None:
     check_column_slices(gpu, torch.bfloat16, "auto", shape)
 

@@ -599,6 +599,68 @@ def test_interpreted_weight_gradients_are_right_for_any_cut_and_schedule(shape: 
     check_schedules(dy, x)
 
 
+def check_stacked(device: torch.device | str, dtype: torch.dtype, n: int, k: int, tokens: int) -> None:
+    """Parameters that share x in one launch: the bits of a launch each, wherever the batch starts."""
+    from flowmill_kernels import triton_gradients
+
+    for count in (2, 3):
+        dy, x = outer_inputs(19, (count * n, k, tokens), dtype, device)
+        one, together, recorded = (torch.zeros(8, count * n * k + 5, device=device) for _ in range(3))
+
+        def parts(leaves: torch.Tensor, count: int = count) -> list[torch.Tensor]:
+            return [leaves[:, i * n * k:(i + 1) * n * k].view(8, n, k) for i in range(count)]
+
+        for first in range(0, 19, 5):
+            rows = slice(first, first + 5)
+            for i, leaves in enumerate(parts(one)):
+                triton_gradients.wgrad_leaves(leaves, dy[rows, :, i * n:(i + 1) * n], x[rows], first, 0, 19, 8,
+                                              spread=False)
+            position = torch.tensor([first], dtype=torch.int32, device=device)
+            for leaves, where in ((together, first), (recorded, position)):
+                assert triton_gradients.wgrad_leaves_stacked(parts(leaves), dy[rows], x[rows], where, 0, 19, 8)
+        assert float(one.abs().max()) > 0
+        assert_bitwise_equal(recorded, together)
+        if x.is_cuda:
+            assert_bitwise_equal(together, one)
+        else:  # the interpreter's product is numpy's, whose order follows the shape
+            assert relative_frobenius_error(together, one.double()) < 1e-6
+
+
+def check_positions(device: torch.device | str, dtype: torch.dtype) -> None:
+    """The first sample's number, read by the kernel from memory: the bits of the number given."""
+    from flowmill_kernels import triton_gradients
+
+    dy, x = outer_inputs(19, (32, 70, 40), dtype, device)
+    per_sample = torch.randn(19, 6, 7, device=device)
+    for spread in (False, True):
+        found = []
+        for device_side in (False, True):
+            leaves, added = torch.zeros(8, 32, 70, device=device), torch.zeros(8, 6, 7, device=device)
+            for first in range(0, 19, 4):
+                rows = slice(first, first + 4)
+                where = torch.tensor([first], dtype=torch.int32, device=device) if device_side else first
+                triton_gradients.wgrad_leaves(leaves, dy[rows], x[rows], where, 0, 19, 8, spread=spread)
+                triton_gradients.add_leaves(added, per_sample[rows], where, 0, 19, 8)
+            found.append((leaves, added))
+        for ours, theirs in zip(*found, strict=True):
+            assert_bitwise_equal(ours, theirs)
+
+
+@interpreter
+def test_interpreted_stacked_gradients_and_positions_in_memory_change_no_bit() -> None:
+    check_stacked("cpu", torch.float16, 16, 70, 40)
+    check_positions("cpu", torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_stacked_gradients_and_positions_in_memory_change_no_bit(dtype: torch.dtype, gpu: torch.device
+                                                                          ) -> None:
+    for n, k, tokens in ((32, 1536, 205), (32, 1536, 577), (16, 200, 70), (40, 136, 33)):
+        check_stacked(gpu, dtype, n, k, tokens)
+    check_positions(gpu, dtype)
+
+
 @interpreter
 def test_samples_are_spread_where_one_leaf_takes_many() -> None:
     from flowmill_kernels.triton_gradients import spreads, tile_for

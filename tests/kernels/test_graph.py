@@ -133,21 +133,20 @@ def test_on_a_gpu_a_graph_gives_the_bits_of_the_step_update_after_update(gpu: to
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_cannot_be_replayed_is_refused(gpu: torch.device) -> None:
-    parameters = [torch.nn.Parameter(torch.randn(4, 6, device=gpu)), torch.nn.Parameter(torch.randn(4, device=gpu))]
-    leaves, x = GradientLeaves(parameters, LeafPlan(SAMPLES)), batch(SAMPLES).to(gpu)
+    parameters = [torch.nn.Parameter(torch.randn(size, device=gpu).bfloat16()) for size in ((4, 6), (4,))]
+    leaves, x = GradientLeaves(parameters, LeafPlan(SAMPLES)), batch(SAMPLES).to(gpu, torch.bfloat16)
 
-    def waits(x: torch.Tensor) -> None:
-        loss = _Layer.apply(x, *parameters).sum()  # type: ignore[attr-defined]
+    def step(x: torch.Tensor, wait: bool = False) -> None:
+        loss = _Layer.apply(x, *parameters).bfloat16().sum()  # type: ignore[attr-defined]
         loss.backward()
-        loss.item()
+        if wait:
+            loss.item()
 
-    with pytest.raises(RuntimeError, match="must not wait for the GPU"):
-        MicroBatchGraph(leaves, 2, waits, {"x": x[:2]})
-
-    def step(x: torch.Tensor) -> None:
-        _Layer.apply(x, *parameters).sum().backward()  # type: ignore[attr-defined]
-
+    with pytest.raises(RuntimeError, match=r"captur.*must not wait for the GPU"):
+        MicroBatchGraph(leaves, 2, step, {"x": x[:2], "wait": True})
     graph = MicroBatchGraph(leaves, 2, step, {"x": x[:2]})
+    with leaves:
+        graph(0, x=x[:2])
     parameters[1].data = parameters[1].data.clone()
     with leaves, pytest.raises(RuntimeError, match="memory has moved"):
         graph(0, x=x[:2])

@@ -5,14 +5,14 @@ norm. The sums are gradients.py's; here is whose they are: which parameter, whic
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from . import cpu_backend
-from .gradients import LeafPlan, _tree, add_leaves, all_reduce_leaves, wgrad_leaves
+from .gradients import LeafPlan, _tree, add_leaves, all_reduce_leaves, wgrad_leaves, wgrad_leaves_stacked
 from .schemes import NUM_SEGMENTS
 
 LARGE = 2**21
@@ -199,6 +199,15 @@ class GradientLeaves:
             wgrad_leaves(leaves, *parts, first_sample=self._next, plan=self.plan, position=self._position)
 
     @torch.no_grad()
+    def add_outers(self, parameters: Sequence[Tensor], dy: Tensor, x: Tensor) -> None:
+        """`add_outer` of parameters of one shape, whose columns lie side by side in dy."""
+        for of_one_use in zip(*(self._take(p, dy.shape[0]) for p in parameters), strict=True):
+            rows = of_one_use[0][0]
+            parts = (dy, x) if rows is None else (dy[rows], x[rows])
+            wgrad_leaves_stacked([leaves for _, leaves in of_one_use], *parts, first_sample=self._next, plan=self.plan,
+                                 position=self._position)
+
+    @torch.no_grad()
     def finish(self, exchange: Callable[[Tensor, int], Tensor] | None = None) -> float:
         """Combine leaves and ranks, set every parameter's ``.grad`` and return the gradient's Euclidean norm.
 
@@ -289,3 +298,13 @@ def deliver_outer(parameter: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     if (collector := _collector(parameter)) is not None:
         return collector.add_outer(parameter, dy, x)
     return _batch_sum(parameter, len(dy), lambda leaves, plan: wgrad_leaves(leaves, dy, x, first_sample=0, plan=plan))
+
+
+def deliver_outers(parameters: Sequence[Tensor], dy: Tensor, x: Tensor) -> list[Tensor | None]:
+    """`deliver_outer` of parameters of one shape ``[N, K]`` that share x; dy ``[S, T, len(parameters) * N]``."""
+    collectors = [_collector(p) for p in parameters]
+    if (first := collectors[0]) is not None and all(c is first for c in collectors):
+        first.add_outers(parameters, dy, x)
+        return [None] * len(parameters)
+    n = parameters[0].shape[0]
+    return [deliver_outer(p, dy[..., i * n:(i + 1) * n], x) for i, p in enumerate(parameters)]

@@ -106,7 +106,7 @@ class _NormModulate(torch.autograd.Function):
                 d = times if weight is None else times * weight.float()  # type: ignore[operator]
                 d = d if bias is None else d + plain * bias.float()  # type: ignore[operator]
                 out["scale" + label] = d.to(s.dtype)  # type: ignore[union-attr]
-            factor = 1.0 if s is None else 1.0 + s.float()
+            factor = 1.0 if s is None or not (need_weight or need_bias) else 1.0 + s.float()
             if need_weight:
                 per_sample_weight.append(times * factor)  # type: ignore[operator]
             if need_bias:

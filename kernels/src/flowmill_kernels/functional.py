@@ -5,6 +5,7 @@ product is one of gemm.py's, every weight gradient goes through gradients.py (pe
 without gradients runs the same kernels and skips only what the backward would need.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .collector import deliver, deliver_outer
+from .collector import deliver, deliver_outer, deliver_outers
 from .elementwise import add, column_sum, gate_gradient, gelu_tanh, gelu_tanh_backward, scale_by_gate
 from .gemm import Backend, Mode, gemm_nn, gemm_nt
 from .schemes import NUM_SEGMENTS, Activation
@@ -111,34 +112,46 @@ def _columns(adapters: Sequence[Tensor | None]) -> list[slice | None]:
     return places
 
 
-def _down(call: _Call, x: Tensor, adapters: Sequence[Tensor | None]) -> Tensor | None:
-    """``scale * x @ A.T`` of every adapter, side by side: x is read once."""
-    if all(a is None for a in adapters):
+_ROWS: dict[tuple, Tensor] = {}  # a model has a handful of scales, and hundreds of calls a step
+
+
+def _scale_row(scales: tuple[float, ...], widths: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """[1, sum of widths] fp32, each scale as often as its width says; None if all are 1."""
+    if all(scale == 1.0 for scale in scales):
         return None
-    stacked = _stack_a(adapters, x.dtype)
+    key = scales, widths, device
+    if (row := _ROWS.get(key)) is None:
+        row = torch.cat([torch.full((1, width), scale, dtype=torch.float32, device=device)
+                         for scale, width in zip(scales, widths, strict=True)], 1)
+        if not (row.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph fills it only when it runs
+            _ROWS[key] = row
+    return row
+
+
+def _down(call: _Call, x: Tensor, adapters: Sequence[Tensor | None], stacked: Tensor) -> Tensor:
+    """``scale * x @ A.T`` of every adapter, side by side: x is read once."""
     parts = [(scale, place.stop - place.start)
              for scale, place in zip(call.scales, _columns(adapters), strict=True) if place is not None]
-    gate = None
-    if any(scale != 1.0 for scale, _ in parts):
-        same = len({scale for scale, _ in parts}) == 1
-        rows = [torch.full((1, len(stacked) if same else width), scale, dtype=torch.float32, device=x.device)
-                for scale, width in (parts[:1] if same else parts)]
-        gate = rows[0] if same else torch.cat(rows, 1)
+    scales, widths = zip(*parts, strict=True)
     options = call.options
-    return gemm_nt(x, stacked, gate=gate, mode=call.mode_for(x.shape[-1]), num_sms=options.num_sms,
-                   backend=options.backend)
+    return gemm_nt(x, stacked, gate=_scale_row(scales, widths, x.device), mode=call.mode_for(x.shape[-1]),
+                   num_sms=options.num_sms, backend=options.backend)
 
 
 def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None, weights: Sequence[Tensor | None]
-             ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Outputs of all layers, the adapters' hidden rows, and the pre-activation if there is an activation.
+             ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
+    """Outputs of all layers, the adapters' hidden rows, the adapters' down projections under each other, and the
+    pre-activation if there is an activation.
 
     The activation is a pass of its own over the rounded sum, in rollout too: training needs that sum for its backward,
     and fusing it into the product was no faster (kernels/README.md).
     """
     options, dtype = call.options, x.dtype
     adapters = weights[2::_PER_LAYER]
-    hidden = _down(call, x, adapters)
+    hidden, stacked = None, None
+    if any(a is not None for a in adapters):
+        stacked = _stack_a(adapters, dtype)
+        hidden = _down(call, x, adapters, stacked)
     outputs, pre = [], None
     mode = call.mode_for(x.shape[-1])
     common = {"num_sms": options.num_sms, "backend": options.backend}
@@ -158,7 +171,7 @@ def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | Non
             pre = y
             y = _gated(gelu_tanh(pre, backend=options.backend), gate, residual, options)
         outputs.append(y)
-    return outputs, hidden, pre
+    return outputs, hidden, stacked, pre
 
 
 def _gated(y: Tensor, gate: Tensor | None, residual: Tensor | None, options: KernelOptions) -> Tensor:
@@ -178,27 +191,27 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None,  # type: ignore[override]
                 *weights: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, hidden, pre = _forward(call, x, gate, residual, weights)
+        outputs, hidden, stacked, pre = _forward(call, x, gate, residual, weights)
         ctx.call = call
-        ctx.save_for_backward(x, gate, hidden, pre, *weights)
+        ctx.save_for_backward(x, gate, hidden, stacked, pre, *weights)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
-        x, gate, hidden, pre, *weights = ctx.saved_tensors
+        x, gate, hidden, stacked, pre, *weights = ctx.saved_tensors
         call = ctx.call
         _, need_x, need_gate, need_residual, *need = ctx.needs_input_grad
         d_gate, d_residual = None, grads[0] if need_residual else None
         dys = [None if g is None else g.contiguous() for g in grads]
         if gate is not None and dys[0] is not None:
             if need_gate:  # the fused epilogue never wrote what the gate scales, so it is computed once more
-                (y,), _, _ = _forward(call, x, None, None, weights)
+                (y,), _, _, _ = _forward(call, x, None, None, weights)
                 d_gate = gate_gradient(_samples(dys[0]), _samples(y), backend=call.options.backend).to(gate.dtype)
             dys[0] = scale_by_gate(dys[0], gate, backend=call.options.backend)
         if call.activation != "none" and dys[0] is not None:
             dys[0] = gelu_tanh_backward(dys[0], pre, backend=call.options.backend)
-        d_x, d_weights = _backward_products(call, x, hidden, weights, dys, need_x, need)
+        d_x, d_weights = _backward_products(call, x, hidden, stacked, weights, dys, need_x, need)
         return (None, d_x, d_gate, d_residual, *d_weights)
 
 
@@ -219,25 +232,23 @@ def _sum_of_products(products: list[tuple[Tensor, Tensor]], call: _Call) -> Tens
     return total
 
 
-def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, weights: Sequence[Tensor | None],
-                       dys: Sequence[Tensor | None], need_x: bool, need: Sequence[bool]
-                       ) -> tuple[Tensor | None, list[Tensor | None]]:
+def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, stacked: Tensor | None,
+                       weights: Sequence[Tensor | None], dys: Sequence[Tensor | None], need_x: bool,
+                       need: Sequence[bool]) -> tuple[Tensor | None, list[Tensor | None]]:
     """dx, and every weight's gradient (None where a collector took it or nobody asked)."""
     options, dtype = call.options, x.dtype
     common = {"num_sms": options.num_sms, "backend": options.backend}
     adapters = weights[2::_PER_LAYER]
     d_weights: list[Tensor | None] = [None] * len(weights)
     products: list[tuple[Tensor, Tensor]] = []
-    d_hidden, downs = None, []
+    d_hidden, downs = None, []  # where adapters' down projections lie in `weights`, and in the hidden rows
     xs = _samples(x)
     for i, (place, dy) in enumerate(zip(_columns(adapters), dys, strict=True)):
         at = i * _PER_LAYER
-        weight, bias, lora_a, lora_b = weights[at:at + _PER_LAYER]
+        weight, bias, _, lora_b = weights[at:at + _PER_LAYER]
         need_w, need_bias, need_a, need_b = need[at:at + _PER_LAYER]
-        if place is not None:
-            downs.append(lora_a)
-            if d_hidden is None:
-                d_hidden = torch.empty_like(hidden)  # type: ignore[arg-type]
+        if place is not None and d_hidden is None:
+            d_hidden = torch.empty_like(hidden)  # type: ignore[arg-type]
         if dy is None:
             if place is not None:
                 d_hidden[..., place] = 0  # type: ignore[index]
@@ -252,15 +263,26 @@ def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, weights: S
                 own = hidden[..., place.start:place.start + lora_b.shape[1]]  # type: ignore[index]
                 d_weights[at + 3] = deliver_outer(lora_b, dy_s, _samples(own))
             if need_a or need_x:
-                d_own = gemm_nn(dy, _pad_b(lora_b, dtype), mode=call.mode_for(dy.shape[-1]), **common)
-                torch.mul(d_own, call.scales[i], out=d_hidden[..., place])  # type: ignore[index]
-                if need_a:
-                    own = d_hidden[..., place.start:place.start + lora_a.shape[0]]  # type: ignore[index]
-                    d_weights[at + 2] = deliver_outer(lora_a, _samples(own), xs)
+                scale = _scale_row(call.scales[i:i + 1], (place.stop - place.start,), dy.device)
+                gemm_nn(dy, _pad_b(lora_b, dtype), gate=scale, out=d_hidden[..., place],  # type: ignore[index]
+                        mode=call.mode_for(dy.shape[-1]), **common)
+            if need_a:
+                downs.append((at + 2, place))
         if need_x:
             products.append((dy, weight.to(dtype)))
+    if downs and len({weights[at].shape for at, _ in downs}) == 1 and all(  # type: ignore[union-attr]
+            place.stop - place.start == weights[at].shape[0] for at, place in downs) and all(  # type: ignore[union-attr]
+            one[1].stop == other[1].start for one, other in itertools.pairwise(downs)):
+        columns = slice(downs[0][1].start, downs[-1][1].stop)  # side by side, without padding between them
+        found = deliver_outers([weights[at] for at, _ in downs], _samples(d_hidden[..., columns]), xs)  # type: ignore[index,misc]
+        for (at, _), gradient in zip(downs, found, strict=True):
+            d_weights[at] = gradient
+    else:
+        for at, place in downs:
+            own = d_hidden[..., place.start:place.start + weights[at].shape[0]]  # type: ignore[index,union-attr]
+            d_weights[at] = deliver_outer(weights[at], _samples(own), xs)  # type: ignore[arg-type]
     if need_x and d_hidden is not None:
-        products.append((d_hidden, _stack_a(downs, dtype)))
+        products.append((d_hidden, stacked))  # type: ignore[arg-type]
     d_x = _sum_of_products(products, call) if need_x else None
     return d_x, d_weights
 
@@ -303,8 +325,7 @@ def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activ
     weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, residual, *weights)):
         return _Linears.apply(call, x, gate, residual, *weights)
-    outputs, _, _ = _forward(call, x, gate, residual, weights)
-    return tuple(outputs)
+    return tuple(_forward(call, x, gate, residual, weights)[0])
 
 
 def linear(x: Tensor, layer: Layer, *, options: KernelOptions, activation: Activation = "none",

@@ -315,20 +315,21 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
                  num_sms=num_sms, out=out, backend=backend, schedule=schedule, extra=extra)
 
 
-def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, residual: Tensor | None = None,
+def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, gate: Tensor | None = None, residual: Tensor | None = None,
             extra: Pair | Sequence[Pair] | None = None, mode: Mode = "consistent", out: Tensor | None = None,
             backend: Backend = "auto", schedule: Schedule | None = None) -> Tensor:
-    """A linear layer's dgrad, ``dx = dy @ w`` (+ residual), with the guarantees of `gemm_nt`; the contraction is N.
+    """A linear layer's dgrad, ``dx = gate * (dy @ w) + residual``, with the guarantees of `gemm_nt`; it contracts N.
 
     Args:
         dy: ``[..., N]``. w: ``[N, K]``. residual: ``[..., K]``, for a gradient that joins from another branch.
+        gate, out: As in `gemm_nt`, with K columns.
         extra: ``(dh [..., R], a [R, K])``, or up to three pairs: ``dh @ a`` is added as in `gemm_nt`. The gradient of
             an input that q, k and v share is one sum.
 
     Returns:
         ``[..., K]`` of dy's dtype.
     """
-    return _gemm("gemm_nn", dy, w, "nn", bias=None, activation="none", gate=None, residual=residual, mode=mode,
+    return _gemm("gemm_nn", dy, w, "nn", bias=None, activation="none", gate=gate, residual=residual, mode=mode,
                  num_sms=num_sms, out=out, backend=backend, schedule=schedule, extra=extra)
 
 

@@ -196,9 +196,7 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, pl
     Args:
         leaves: ``[L, N, K]`` fp32, the leaves of plan.rank, each contiguous; changed in place.
         dy: ``[S, T, N]``, x: ``[S, T, K]``, same dtype: bf16 or fp16, on the CPU also fp32. Column slices of packed
-            tensors are read where they lie. dy may hold the columns of several layers that share x (``[S, T, 3 R]``
-            for the down projections of q, k and v); then x is read once. The tile depends on N and K, so no equality
-            with separate calls is promised: stack always or never.
+            tensors are read where they lie.
         first_sample: Global number of sample 0; the samples must be the rank's own and come in order.
         position: One int32 on the GPU; the kernels read sample 0's number there when they run. For CUDA graphs, which
             record an address and not its value; first_sample is then only the number that is checked.
@@ -223,6 +221,27 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, *, first_sample: int, pl
     dy, x = (t if t.stride(2) == 1 else t.contiguous() for t in (dy, x))
     first = _position("wgrad_leaves", position, first_sample, module, leaves.device)
     module.wgrad_leaves(leaves, dy, x, first, plan.leaves[0], plan.num_samples, NUM_SEGMENTS)
+
+
+def wgrad_leaves_stacked(leaves: Sequence[Tensor], dy: Tensor, x: Tensor, *, first_sample: int, plan: LeafPlan,
+                         position: Tensor | None = None) -> None:
+    """`wgrad_leaves` of several parameters ``[N, K]`` that share x (the down projections of q, k and v), the same bits.
+
+    Args:
+        leaves: ``[L, N, K]`` each, of one shape.
+        dy: ``[S, T, len(leaves) * N]``, their columns side by side. On a GPU x is then read once.
+    """
+    n = leaves[0].shape[1]
+    one_kind = len({(t.shape, t.stride()) for t in leaves}) == 1
+    module = _module("wgrad_leaves", "auto", *leaves, dy, x)
+    if (module is not cpu_backend and one_kind and len(leaves) in (2, 3) and dy.numel() and x.numel()
+            and dy.stride(2) == 1 and x.stride(2) == 1 and dy.dtype == x.dtype):
+        _check_leaves("wgrad_leaves", leaves[0], (n, x.shape[2]), first_sample, len(dy), plan)
+        first = _position("wgrad_leaves", position, first_sample, module, leaves[0].device)
+        if module.wgrad_leaves_stacked(leaves, dy, x, first, plan.leaves[0], plan.num_samples, NUM_SEGMENTS):
+            return
+    for i, part in enumerate(leaves):
+        wgrad_leaves(part, dy[..., i * n:(i + 1) * n], x, first_sample=first_sample, plan=plan, position=position)
 
 
 def add_leaves(leaves: Tensor, per_sample: Tensor, *, first_sample: int, plan: LeafPlan, backend: Backend = "auto",

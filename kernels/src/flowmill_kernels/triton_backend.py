@@ -361,6 +361,11 @@ def uses_tma(*tensors: Tensor) -> bool:
     return not tensors[0].is_cuda or _capability(tensors[0].device) >= 9
 
 
+def stores_by_tma(y: Tensor) -> bool:
+    """Whether TMA may write this matrix: it writes 16 bytes at a time, and an uneven end would reach what follows."""
+    return y.shape[1] * y.element_size() % 16 == 0 and uses_tma(y)
+
+
 @functools.cache
 def _fit(tile: Tile, loads_in_epilogue: bool, device: torch.device) -> Tile:
     """The tile with the stages and epilogue parts that the GPU's shared memory takes; no bit depends on either."""
@@ -416,7 +421,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     """
     (m, k), n = x.shape, y.shape[1]
     segments = scheme.num_segments(k)
-    if (tile.split_roles and not spread and tma and uses_tma(y) and (hopper := hopper_kernels(x.device))
+    if (tile.split_roles and not spread and tma and stores_by_tma(y) and (hopper := hopper_kernels(x.device))
             and hopper.takes(y, scheme, k, tile)):
         hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
                     num_sms=num_sms, tile=tile, extra=extra)
@@ -427,7 +432,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     tree = scheme.order == "tree" and segments > 1
     pairs = [t for pair in extra for t in pair]
     grid = min(programs, num_tiles * segments if spread else num_tiles)
-    store_by_tma = tma and uses_tma(y)
+    store_by_tma = tma and stores_by_tma(y)
     scratch, y_arg = None, y
     if spread:
         scratch = torch.empty((segments, m, n), dtype=torch.float32, device=x.device)
@@ -435,7 +440,8 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         if tree and tile.register_levels < 3:
             scratch = torch.empty(3 * grid * tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
         if tma and not store_by_tma:
-            # Reading by TMA and writing by pointers is another kernel; a copy keeps the number of kernels small.
+            # Reading by TMA and writing by pointers is another kernel; a copy keeps the number of kernels small. The
+            # rows here are long enough for what TMA writes behind column N.
             y_arg = torch.empty((m, -(-n // 8) * 8), dtype=y.dtype, device=y.device)[:, :n]
 
     def make() -> tuple[tuple[int, ...], list, dict]:

@@ -8,6 +8,7 @@ a program owns one tile of one sample, and a second kernel adds the samples. Spr
 where the first would leave most of a GPU idle; small parameters' per-sample gradients stay in the L2 cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -88,12 +89,13 @@ def _leaf_range(leaf, first_sample, num_samples, batch):
 # Numbers that change from call to call are not specialized: each new one would compile the kernel again.
 
 @triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch", "T"])
-def _wgrad(wide, narrow, out, first_sample, first_leaf, num_samples, batch, T, A, B, stride_out, stride_ws, stride_wt,
-           stride_ns, stride_nt, X_WIDE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_A: tl.constexpr,
-           BLOCK_B: tl.constexpr, FROM_DEVICE: tl.constexpr):
+def _wgrad(wide, narrow, out, out_1, out_2, first_sample, first_leaf, num_samples, batch, T, A, B, stride_out,
+           stride_ws, stride_wt, stride_ns, stride_nt, X_WIDE: tl.constexpr, SPREAD: tl.constexpr,
+           BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, FROM_DEVICE: tl.constexpr, EACH: tl.constexpr):
     """Spread: out[s] = wide[s].T @ narrow[s]. One pass: out[l] += those of the leaf's samples, in order.
 
-    out is [.., N, K], whichever of x (K columns) and dy (N columns) is the wide one.
+    out is [.., N, K], whichever of x (K columns) and dy (N columns) is the wide one. With EACH, the EACH first rows of
+    N go to out, the next to out_1, the rest to out_2.
     """
     blocks_a = tl.cdiv(A, BLOCK_A)
     a_at = tl.program_id(0) % blocks_a * BLOCK_A + tl.arange(0, BLOCK_A)
@@ -101,7 +103,10 @@ def _wgrad(wide, narrow, out, first_sample, first_leaf, num_samples, batch, T, A
     inside = (a_at < A)[:, None] & (b_at < B)[None, :]
     row = tl.program_id(1)
     to = out + row.to(tl.int64) * stride_out
-    if X_WIDE:
+    if EACH:
+        whole = tl.where(b_at < EACH, out, tl.where(b_at < 2 * EACH, out_1, out_2)) + row.to(tl.int64) * stride_out
+        to = whole[None, :] + ((b_at % EACH).to(tl.int64)[None, :] * A + a_at[:, None])
+    elif X_WIDE:
         to = to + (b_at.to(tl.int64)[None, :] * A + a_at[:, None])
     else:
         to = to + (a_at.to(tl.int64)[:, None] * B + b_at[None, :])
@@ -156,11 +161,11 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int | Tens
     position = first_sample if isinstance(first_sample, Tensor) else None
 
     def make() -> tuple[tuple[int, ...], list, dict]:
-        arguments = [wide, narrow, out, first_sample, first_leaf, num_samples, batch, tokens, a, b, out.stride(0),
-                     wide.stride(0), wide.stride(1), narrow.stride(0), narrow.stride(1)]
+        arguments = [wide, narrow, out, None, None, first_sample, first_leaf, num_samples, batch, tokens, a, b,
+                     out.stride(0), wide.stride(0), wide.stride(1), narrow.stride(0), narrow.stride(1)]
         constants = {"X_WIDE": n <= k, "SPREAD": spread, "BLOCK_A": tile.wide, "BLOCK_B": tile.narrow,
-                     "FROM_DEVICE": position is not None, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-                     "enable_fp_fusion": False}
+                     "FROM_DEVICE": position is not None, "EACH": 0, "num_warps": tile.num_warps,
+                     "num_stages": tile.num_stages, "enable_fp_fusion": False}
         return (_cdiv(a, tile.wide) * _cdiv(b, tile.narrow), out.shape[0]), arguments, constants
 
     key = (signature(wide, narrow, out), None if position is not None else first_sample, first_leaf, num_samples, tile,
@@ -168,6 +173,33 @@ def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int | Tens
     launch(_wgrad, key, (wide, narrow, out, position), make)
     if spread:
         add_leaves(leaves, out, first_sample, first_leaf, num_samples, num_leaves)
+
+
+STACKED = Tile(64, 128, 4, 4)
+
+
+def wgrad_leaves_stacked(leaves: Sequence[Tensor], dy: Tensor, x: Tensor, first_sample: int | Tensor, first_leaf: int,
+                         num_samples: int, num_leaves: int) -> bool:
+    """`wgrad_leaves` of two or three [L, N, K] at once, whose columns of dy [S, T, 2 N or 3 N] lie side by side: x is
+    read once, the bits are the same. False, and nothing done, where separate calls are the better schedule."""
+    (batch, tokens, width), (_, n, k) = dy.shape, leaves[0].shape
+    if width > STACKED.narrow or n > k or spreads(n, k, tokens, tile_for(n, k), batch,
+                                                  _cdiv(batch * num_leaves, num_samples)):
+        return False
+    position = first_sample if isinstance(first_sample, Tensor) else None
+    out, out_1, out_2 = leaves[0], leaves[1], leaves[-1]
+
+    def make() -> tuple[tuple[int, ...], list, dict]:
+        arguments = [x, dy, out, out_1, out_2, first_sample, first_leaf, num_samples, batch, tokens, k, width,
+                     out.stride(0), x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)]
+        constants = {"X_WIDE": True, "SPREAD": False, "BLOCK_A": STACKED.wide, "BLOCK_B": STACKED.narrow,
+                     "FROM_DEVICE": position is not None, "EACH": n, "num_warps": STACKED.num_warps,
+                     "num_stages": STACKED.num_stages, "enable_fp_fusion": False}
+        return (_cdiv(k, STACKED.wide), out.shape[0]), arguments, constants
+
+    key = (signature(x, dy, *leaves), None if position is not None else first_sample, first_leaf, num_samples)
+    launch(_wgrad, key, (x, dy, out, out_1, out_2, position), make)
+    return True
 
 
 def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int | Tensor, first_leaf: int, num_samples: int,
