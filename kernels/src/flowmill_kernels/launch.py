@@ -20,6 +20,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from .following import options
+
 _KNOWN = triton.__version__.startswith("3.6.")
 _LIMIT = 20000
 _TAPES: dict[Hashable, "Tape"] = {}
@@ -71,7 +73,7 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
                 _start(plan, addresses, driver.active.get_current_stream(device))
                 return
     grid, arguments, constants = make()
-    compiled = kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants, **options(kernel, where))
     if _RECORDER.launches is not None:
         _RECORDER.launches.append((kernel, compiled, grid, arguments, constants))
     elif fast:
