@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from flowmill_kernels import GradientLeaves, LeafPlan, MicroBatchGraph, apply_kernels, assert_bitwise_equal
+from flowmill_kernels import (
+    GradientLeaves,
+    KernelOptions,
+    Layer,
+    LeafPlan,
+    MicroBatchGraph,
+    apply_kernels,
+    assert_bitwise_equal,
+    linear,
+)
 
 from tests.kernels.test_gradients import _Layer, batch, layer
 
@@ -133,11 +142,11 @@ def test_on_a_gpu_a_graph_gives_the_bits_of_the_step_update_after_update(gpu: to
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_cannot_be_replayed_is_refused(gpu: torch.device) -> None:
-    parameters = [torch.nn.Parameter(torch.randn(size, device=gpu).bfloat16()) for size in ((4, 6), (4,))]
-    leaves, x = GradientLeaves(parameters, LeafPlan(SAMPLES)), batch(SAMPLES).to(gpu, torch.bfloat16)
+    w, b = (torch.nn.Parameter(torch.randn(size, device=gpu).bfloat16()) for size in ((32, 16), (32,)))
+    leaves, x = GradientLeaves([w, b], LeafPlan(SAMPLES)), torch.randn(SAMPLES, 3, 16, device=gpu).bfloat16()
 
     def step(x: torch.Tensor, wait: bool = False) -> None:
-        loss = _Layer.apply(x, *parameters).bfloat16().sum()  # type: ignore[attr-defined]
+        loss = linear(x, Layer(w, b), options=KernelOptions("consistent", 132)).float().sum()
         loss.backward()
         if wait:
             loss.item()
@@ -147,6 +156,6 @@ def test_on_a_gpu_what_cannot_be_replayed_is_refused(gpu: torch.device) -> None:
     graph = MicroBatchGraph(leaves, 2, step, {"x": x[:2]})
     with leaves:
         graph(0, x=x[:2])
-    parameters[1].data = parameters[1].data.clone()
+    b.data = b.data.clone()
     with leaves, pytest.raises(RuntimeError, match="memory has moved"):
         graph(0, x=x[:2])

@@ -75,4 +75,4 @@ def tree_tile_for(n: int, k: int, *, m: int) -> Tile:
 
 def spread_segments(m: int, n: int, num_segments: int) -> bool:
     """Whether the segments go to different programs (split-K). Same bits; for outputs too small to fill a GPU."""
-    return num_segments > 1 and -(-m // 128) * -(-n // 128) <= 64
+    return num_segments > 1 and -(-m // 128) * -(-n // 128) <= 40

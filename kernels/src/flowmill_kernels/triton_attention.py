@@ -290,11 +290,11 @@ def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq
 @follows
 @triton.jit
 def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
-                      dq0, dq1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
+                      dq0, dq1, out0, out1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
                       sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
                       M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
                       LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
-    """dq of M queries of one head of one sample: all its keys in order."""
+    """dq of M queries of one head of one sample: all its keys in order. Also writes their deltas, as `_delta` does."""
     follow()
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
@@ -303,6 +303,7 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
     stride_q = sq0
     dout = do0
     dq_out = dq0
+    out = out0
     lse = lse0
     delta = delta0
     tq = tq0
@@ -313,6 +314,7 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
             stride_q = sq1
             dout = do1
             dq_out = dq1
+            out = out1
             lse = lse1
             delta = delta1
             tq = tq1
@@ -323,7 +325,9 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
     ob = _block(dout, dout, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
     at_row = (sample.to(tl.int64) * heads + head) * tq + rows
     row_lse = tl.load(lse + at_row, rows < tq, other=float("inf"))
-    row_delta = tl.load(delta + at_row, rows < tq, other=0.0)
+    yb = _block(out, out, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
+    row_delta = tl.sum(yb.to(tl.float32) * ob.to(tl.float32), 1)
+    tl.store(delta + at_row, row_delta, rows < tq)
     dq = tl.zeros((M, D), tl.float32)
     dq = _over_keys(qb, ob, row_lse, row_delta, k0_desc, v0_desc, k0, v0, sk0, sv0, dq, first,
                     _length(len0, sample, tk0, LEN0), sample * tk0, head * sk0h, head * sv0h, dims, tk0 - tq0, scale, M,
@@ -443,13 +447,13 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
         return dqs, dks, dvs
     padded = max(16, triton.next_power_of_2(dims))
     deltas = tuple(torch.empty_like(lse) for lse in lses)
-    for out, dout, delta in zip(outs, douts, deltas, strict=True):
-        if out.numel():
-            tokens = out.shape[1]
-            launch(_delta, (signature(out), padded), (out, dout, delta),
-                   lambda: ((triton.cdiv(tokens, 64), batch * heads), [out, dout, delta, heads, tokens, dims],  # noqa: B023
-                            {"M": 64, "D": padded, "num_warps": 4, "enable_fp_fusion": False}))
     if (special := _specialized(qs[0].device)) is not None and dims in special.BACKWARD_KEYS:
+        for out, dout, delta in zip(outs, douts, deltas, strict=True):
+            if out.numel():
+                tokens = out.shape[1]
+                launch(_delta, (signature(out), padded), (out, dout, delta),
+                       lambda: ((triton.cdiv(tokens, 64), batch * heads), [out, dout, delta, heads, tokens, dims],  # noqa: B023
+                                {"M": 64, "D": padded, "num_warps": 4, "enable_fp_fusion": False}))
         special.backward(douts, qs, ks, vs, lses, deltas, lengths, causal, scale, dqs, dks, dvs, num_sms)
         return dqs, dks, dvs
     qs, ks, vs = (tuple(map(_rows_of_samples, ts)) for ts in (qs, ks, vs))
@@ -483,6 +487,7 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
             launch(kernel, (signature(*pointers), two_q, two_k, causal, scale, sizes, tma),
                    (*pointers, *(walked if tma else ())), make)
 
+    # Queries first: that kernel writes the deltas that the other one reads.
+    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1], outs[0], outs[-1]), (k0, v0, k1, v1), qs, 0)
     run(_backward_keys, BACKWARD_KEYS, (dks[0], dvs[0], dks[-1], dvs[-1]), (q0, do0, q1, do1), ks, 1)
-    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1]), (k0, v0, k1, v1), qs, 0)
     return dqs, dks, dvs
