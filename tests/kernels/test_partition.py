@@ -69,33 +69,69 @@ def test_a_floor_is_kept_at_the_others_expense() -> None:
     assert planned["a"].num_sms + planned["b"].num_sms <= 132
 
 
+@pytest.mark.parametrize(("num_slots", "remainder"), [(16, 4), (15, 12), (14, 20), (13, 28)])
+@pytest.mark.parametrize("asks", [(96, 36), (36, 96)])
+def test_any_die_of_132_sms_meets_96_and_36_exactly(num_slots: int, remainder: int, asks: tuple[int, int]) -> None:
+    planned = plan(dict(zip("ab", asks, strict=True)), 132, HOPPER, num_slots=num_slots, remainder=remainder)
+    assert tuple(g.num_sms for g in planned.grants) == asks
+    assert planned.spare == 0
+
+
+@pytest.mark.parametrize(("roles", "die", "wanted", "spare"), [
+    ({"a": 0.5, "b": 0.5}, (15, 12), [68, 64], 0),  # 7 slots and the 12, and 8 slots
+    ({"a": 0.5, "b": 0.5}, (14, 20), [68, 64], 0),
+    ({"a": 96, "b": 32}, (15, 12), [92, 32], 8),  # nobody gets more than asked; 4 short for either
+    ({"a": 64, "b": 64}, (10, 4), [44, 40], 48),  # 84 SMs in all that the driver gives
+    ({"a": 8, "b": 12}, (1, 12), [8, 12], 112),  # the left-over alone is a partition
+    ([Role("a", 120), Role("b", 8, floor=9)], (16, 4), [120, 12], 0),
+])
+def test_grants_on_other_dies(roles: object, die: tuple[int, int], wanted: list[int], spare: int) -> None:
+    planned = plan(roles, 132, HOPPER, num_slots=die[0], remainder=die[1])  # type: ignore[arg-type]
+    assert [g.num_sms for g in planned.grants] == wanted
+    assert planned.spare == spare
+
+
+def test_floors_that_a_die_cannot_keep_are_refused() -> None:
+    roles = [Role("a", 60, floor=56), Role("b", 60, floor=56)]
+    assert [g.num_sms for g in plan(roles, 132, HOPPER).grants] == [60, 56]
+    with pytest.raises(PartitionError, match="12 slots and 4 SMs over"):
+        plan(roles, 132, HOPPER, num_slots=12, remainder=4)
+
+
 AMPERE = granularity((8, 0))
 sizes = st.sampled_from([(108, AMPERE), (128, AMPERE), (132, HOPPER), (148, HOPPER), (188, HOPPER)])
 
 
-@given(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=5), st.booleans())
+@given(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=5), st.booleans(), st.integers(0, 3))
 def test_plans_are_disjoint_within_the_gpu_and_close_to_what_was_asked(
-        gpu: tuple[int, Granularity], shares: list[int], fractions: bool) -> None:
+        gpu: tuple[int, Granularity], shares: list[int], fractions: bool, lost: int) -> None:
     total, grain = gpu
+    num_slots = total // grain.slot - lost  # a die whose clusters have room for fewer
+    left = total - num_slots * grain.slot
     asked: dict[str, int | float] = {f"r{i}": s for i, s in enumerate(shares)}
     if fractions:
         asked = {name: s / sum(shares) for name, s in asked.items()}
     elif sum(shares) > total:
         with pytest.raises(PartitionError, match="together"):
-            plan(asked, total, grain)
+            plan(asked, total, grain, num_slots=num_slots)
         return
-    planned = plan(asked, total, grain)
+    planned = plan(asked, total, grain, num_slots=num_slots)
+    assert plan(asked, total, grain, num_slots=num_slots, remainder=left) == planned
     used = [slot for g in planned.grants for slot in g.slots]
     assert len(used) == len(set(used))
-    assert not used or max(used) < total // grain.slot
+    assert not used or max(used) < num_slots
     assert sum(g.remainder for g in planned.grants) <= 1
     assert sum(g.num_sms for g in planned.grants) + planned.spare == total
     for g in planned.grants:
         assert g.num_sms >= grain.slot
-        over = total % grain.slot if fractions and g.remainder else 0
+        over = left if fractions and g.remainder else 0
         assert g.num_sms < max(g.asked + 1e-6, grain.slot) + max(over, 1e-6)
-        assert g.num_sms % grain.slot == (total % grain.slot if g.remainder else 0)
-    if planned.spare >= grain.slot:  # nobody goes short while a whole slot lies idle
+        assert g.num_sms == len(g.slots) * grain.slot + (left if g.remainder else 0)
+    # Slots and the remainder are the only steps, so nobody lacks more than one of each.
+    worst = max(g.asked - g.num_sms for g in planned.grants)
+    assert worst < grain.slot + left
+    if planned.spare - (0 if any(g.remainder for g in planned.grants) else left) >= grain.slot:
+        # Nobody goes short while a whole slot lies idle.
         assert all(g.asked - g.num_sms < grain.slot for g in planned.grants)
 
 
@@ -206,7 +242,8 @@ class FakeSplit:
 
 class FakeDevice:
     def __init__(self, total: int = 132, driver: int = 13000, num_slots: int | None = None,
-                 error: str | None = None, refuses: str | None = None) -> None:
+                 error: str | None = None, refuses: str | None = None, remainder: int | None = None) -> None:
+        self._remainder = remainder
         self._refuses = refuses
         self.index, self.total_sms, self.capability, self.driver = 0, total, (9, 0), driver
         self._num_slots, self._error = num_slots, error
@@ -218,8 +255,9 @@ class FakeDevice:
     def split(self, slot: int) -> FakeSplit:
         if self._error:
             raise RuntimeError(self._error)
-        self.splits.append(FakeSplit(self._num_slots or self.total_sms // slot, slot, self.total_sms % slot,
-                                     self._refuses))
+        count = self._num_slots or self.total_sms // slot
+        left = self.total_sms - count * slot if self._remainder is None else self._remainder
+        self.splits.append(FakeSplit(count, slot, left, self._refuses))
         return self.splits[-1]
 
 
@@ -285,7 +323,8 @@ def test_layouts_must_name_the_same_roles() -> None:
     (FakeDevice(driver=12000), {"a": 64, "b": 64}, "SM partitions need"),
     (FakeDevice(total=100), {"a": 64, "b": 64}, "together"),
     (FakeDevice(error="CUDA driver: CUDA_ERROR_NOT_SUPPORTED (801)"), {"a": 64, "b": 64}, "801"),
-    (FakeDevice(num_slots=10), {"a": 64, "b": 64}, "made 10 slots"),
+    (FakeDevice(num_slots=10, remainder=4), [Role("a", 64, floor=48), Role("b", 64, floor=48)],
+     "but there are 10 slots and 4 SMs over"),
     (FakeDevice(refuses="cuda.core: CUDAError: INVALID_RESOURCE_CONFIGURATION"), {"a": 64, "b": 64}, "CUDAError"),
 ])
 def test_what_the_gpu_cannot_do_is_the_next_rung_with_the_reason(device: FakeDevice, roles: dict, reason: str) -> None:
@@ -296,6 +335,22 @@ def test_what_the_gpu_cannot_do_is_the_next_rung_with_the_reason(device: FakeDev
             assert slot.num_sms == device.total_sms
         assert slot.stream.synchronized  # the turn ended with the work
     assert all(split.closed for split in device.splits)
+
+
+def test_the_plan_follows_the_drivers_split() -> None:
+    device = FakeDevice(num_slots=15)
+    with create({"day": {"a": 96, "b": 36}, "night": {"a": 36, "b": 96}}, device) as partitions:
+        assert partitions.isolation_mode == "green"
+        assert [partitions.slot(role).num_sms for role in "ab"] == [96, 36]
+        partitions.resize("night")
+        assert [partitions.slot(role).num_sms for role in "ab"] == [36, 96]
+    assert device.splits[0].made[:2] == [(tuple(range(12)), False), ((12, 13, 14), True)]
+
+
+def test_who_gets_less_than_asked_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with create({"a": 64, "b": 64}, FakeDevice(num_slots=10, remainder=4)) as partitions:
+        assert sum(partitions.slot(role).num_sms for role in "ab") == 84
+    assert "role 'a' of layout 'default' asked for 64 SMs and got 44: the driver made 10 slots of 8" in caplog.text
 
 
 def test_exclusive_roles_take_turns() -> None:
@@ -345,10 +400,12 @@ class FakeCore:
         """cuda.core's CUDAError derives from Exception."""
 
     def __init__(self, refuse_several: bool) -> None:
-        self.refuse_several, self.contexts = refuse_several, 0
+        self.refuse_several, self.contexts, self.most = refuse_several, 0, 16
         self.resources = SimpleNamespace(sm=SimpleNamespace(split=self.split))
 
     def split(self, options: SimpleNamespace) -> tuple[list, SimpleNamespace]:
+        if len(options.count) > self.most:
+            raise FakeCore.Refused("CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION")
         return [SimpleNamespace(sm_count=n) for n in options.count], SimpleNamespace(sm_count=132 - sum(options.count))
 
     def set_current(self) -> None: ...
@@ -413,6 +470,16 @@ def test_bindings_take_over_where_cuda_core_refuses_to_combine_groups(cuda_pytho
     with Partitions.create({"rollout": 96, "reward": 36}, device=device, mps=NO_MPS, streams=FakeStream) as partitions:
         assert partitions.isolation_mode == "green"
         assert partitions.slot("reward").num_sms == 36
+
+
+def test_cuda_core_is_asked_for_fewer_groups_where_the_die_has_no_room(cuda_python) -> None:
+    device = cuda_python(False)
+    sys.modules["cuda.core"].Device(0).most = 15
+    split = device.split(8)
+    assert split.interface == "cuda.core"
+    assert (split.num_slots, split.remainder) == (15, 12)
+    with Partitions.create({"rollout": 96, "reward": 36}, device=device, mps=NO_MPS, streams=FakeStream) as partitions:
+        assert [partitions.slot(role).num_sms for role in ("rollout", "reward")] == [96, 36]
 
 
 def test_an_error_of_cuda_core_is_one_that_the_ladder_knows(cuda_python, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,8 +579,9 @@ def sms_of(stream: torch.cuda.Stream) -> set[int]:
 
 @pytest.mark.gpu
 def test_on_a_gpu_roles_run_on_disjoint_sms(gpu: torch.device) -> None:
-    with Partitions.create({"day": {"a": 96, "b": 36}, "night": {"a": 32, "b": 96}}, mps=NO_MPS) as partitions:
+    with Partitions.create({"day": {"a": 96, "b": 36}, "night": {"a": 36, "b": 96}}, mps=NO_MPS) as partitions:
         assert partitions.isolation_mode == "green", str(partitions)
+        assert partitions.slot("a").num_sms >= 88  # 96 on every die of 132 SMs
         whole = sms_of(torch.cuda.Stream())
         for layout in ("day", "night"):
             partitions.resize(layout)
@@ -533,7 +601,8 @@ def test_on_a_gpu_a_graph_keeps_the_partition_and_products_keep_their_bits(gpu: 
     x, w = torch.randn(3000, 512, device=gpu).bfloat16(), torch.randn(1536, 512, device=gpu).bfloat16()
     want = gemm_nt(x, w, num_sms=132)
     torch.cuda.synchronize()
-    with Partitions.create({"day": {"a": 96, "b": 32}, "night": {"a": 32, "b": 96}}, mps=NO_MPS) as partitions:
+    with Partitions.create({"day": {"a": 96, "b": 36}, "night": {"a": 36, "b": 96}}, mps=NO_MPS) as partitions:
+        assert partitions.isolation_mode == "green", str(partitions)
         for layout in ("day", "night", "day"):
             partitions.resize(layout)
             sms = partitions.slot("a").num_sms
@@ -546,6 +615,7 @@ def test_on_a_gpu_a_graph_keeps_the_partition_and_products_keep_their_bits(gpu: 
 def test_on_a_gpu_the_guard_sees_torchs_own_streams(gpu: torch.device) -> None:
     x = torch.ones(8, device=gpu)
     with Partitions.create({"a": 64, "b": 64}, mps=NO_MPS) as partitions, StreamGuard(partitions):
+        assert partitions.isolation_mode == "green", str(partitions)
         with partitions.role("a"):
             x.mul(2)
         with pytest.raises(StrayWorkError, match="no role"):

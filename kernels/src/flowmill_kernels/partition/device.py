@@ -127,12 +127,18 @@ class _CoreSplit:
         self._device = Device(index)
         self._device.set_current()
         whole = self._device.resources.sm
-        count = total // slot
-        groups, remainder = whole.split(SMResourceOptions(count=[slot] * count))
-        if len(groups) != count or any(group.sm_count != slot for group in groups):
-            raise RuntimeError(f"{count} groups of {slot} SMs asked for, got {[g.sm_count for g in groups]}")
+        groups, remainder, errors = (), None, []
+        for count in range(total // slot, 0, -1):  # it refuses more groups than the die has room for
+            try:
+                groups, remainder = whole.split(SMResourceOptions(count=[slot] * count))
+                break
+            except Exception as error:  # cuda.core's CUDAError is no RuntimeError
+                errors.append(f"{count}: {type(error).__name__}: {error}")
+        if not groups or any(group.sm_count != slot for group in groups):
+            raise RuntimeError(f"groups of {slot} SMs asked for, got {[g.sm_count for g in groups]}; refused "
+                               f"{errors[:1]}")
         self._groups, self._rest = list(groups), remainder
-        self.num_slots = count
+        self.num_slots = len(self._groups)
         self.remainder = int(getattr(remainder, "sm_count", 0) or 0)
         self._kept: list[Any] = []
 

@@ -5,6 +5,7 @@ kernels take their grid from) and the isolation mode that holds. Nothing is crea
 another layout's stream.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,8 +94,11 @@ class Partitions:
         if isolation.mode in ("mps+green", "green"):
             try:
                 split = device.split(grain.slot)
+                plans = {name: plan(given, device.total_sms, grain, num_slots=split.num_slots,
+                                    remainder=split.remainder) for name, given in layouts.items()}
                 slots = _make(plans, split, isolation.mode, make)
-            except RuntimeError as refused:  # the driver says no to what its version promises
+                _tell(plans, split)
+            except (RuntimeError, PartitionError) as refused:  # the driver says no to what its version promises
                 if split is not None:
                     split.close()
                 split, isolation = None, choose(_with_error(around, str(refused)))
@@ -258,6 +262,17 @@ def _with_error(around: Surroundings, error: str | None) -> Surroundings:
     return dataclasses.replace(around, partition_error=error)
 
 
+def _tell(plans: dict[str, Plan], split: Any) -> None:
+    """Log who got less than asked by a slot or more: the driver's split had no more."""
+    for layout, planned in plans.items():
+        for grant in planned.grants:
+            if grant.asked - grant.num_sms >= planned.slot:
+                logging.getLogger(__name__).warning(
+                    "role %r of layout %r asked for %g SMs and got %d: the driver made %d slots of %d SMs of this GPU, "
+                    "and %d SMs over. Ask for less, or say the least that is of use (Role.floor)", grant.role, layout,
+                    grant.asked, grant.num_sms, split.num_slots, planned.slot, split.remainder)
+
+
 def _make(plans: dict[str, Plan], split: Any, mode: IsolationMode, make: Callable[[int], Any]
           ) -> dict[str, dict[str, Slot]]:
     """Every role's stream in every layout; equal partitions of a role share one."""
@@ -268,9 +283,6 @@ def _make(plans: dict[str, Plan], split: Any, mode: IsolationMode, make: Callabl
         for grant in planned.grants:
             key = (grant.role, grant.slots, grant.remainder)
             if key not in made:
-                if grant.slots and grant.slots[-1] >= split.num_slots:
-                    raise RuntimeError(f"the driver made {split.num_slots} slots of {planned.slot} SMs, but role "
-                                       f"{grant.role!r} needs slot {grant.slots[-1]}")
                 partition = split.make(grant.slots, grant.remainder)
                 if partition.num_sms != grant.num_sms:
                     raise RuntimeError(f"role {grant.role!r} was to have {grant.num_sms} SMs, the driver made "

@@ -2,7 +2,7 @@
 
 A GPU is split once into slots of one size, the smallest that its driver takes; a role owns whole slots, so every plan
 of one GPU is a choice among the same slots and any two roles of a plan are disjoint. What the slots leave over goes
-whole to one role.
+whole to one role. How many slots a driver makes of a GPU is a matter of the single die: it is asked, not computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -123,23 +123,29 @@ def as_roles(roles: Mapping[str, int | float] | Sequence[Role]) -> tuple[Role, .
     return given
 
 
-def plan(roles: Mapping[str, int | float] | Sequence[Role], total: int, grain: Granularity) -> Plan:
-    """Give every role whole slots: what it asks for rounded down, then slots still wanted to the largest shortfalls.
+def plan(roles: Mapping[str, int | float] | Sequence[Role], total: int, grain: Granularity, *,
+         num_slots: int | None = None, remainder: int | None = None) -> Plan:
+    """Give every role whole slots, and what the slots left over to at most one of them.
 
     Args:
         roles: Requests; fractions may sum to 1, counts to `total`.
         total: SMs of the GPU.
         grain: Its granularity.
+        num_slots, remainder: What the driver's split made; None: as many slots as `total` holds. SMs lie in clusters
+            of 14, 16 or 18 that a slot does not cross, so two GPUs of one model can have 16 slots and 4 SMs over, or
+            15 and 12.
 
     Returns:
-        Grants in the order of the roles; a role's slots are neighbours. A count is never exceeded, except that no role
-        gets less than one slot or its floor. The split's left-over goes to the role that lacks it most.
+        Grants in the order of the roles; a role's slots are neighbours. Of all ways to give the remainder the one with
+        the smallest shortfall of any role, then of all together. A count is never exceeded, except that no role gets
+        less than one slot or its floor; a fraction may be, by less than the remainder.
 
     Raises:
         PartitionError: more asked for than there is, or a floor that cannot be kept.
     """
     given, slot = as_roles(roles), grain.slot
-    num_slots = total // slot
+    num_slots = total // slot if num_slots is None else num_slots
+    remainder = total - num_slots * slot if remainder is None else remainder
     asked = {role.name: role.asked(total) for role in given}
     for role in given:
         if asked[role.name] > total or role.floor > total:
@@ -149,40 +155,64 @@ def plan(roles: Mapping[str, int | float] | Sequence[Role], total: int, grain: G
         listed = ", ".join(f"{name} {sms:g}" for name, sms in asked.items())
         raise PartitionError(f"roles ask for {sum(asked.values()):g} SMs together ({listed}), but the GPU has {total}; "
                              "lower one")
-    least = {role.name: max(1, -(-role.floor // slot)) for role in given}
-    slots = {role.name: max(int(asked[role.name] + 1e-6) // slot, least[role.name]) for role in given}
-    while sum(slots.values()) > num_slots:  # floors pushed it over: who is furthest above its ask gives
-        can = [n for n in slots if slots[n] > least[n]]
-        if not can:
-            raise PartitionError(f"the floors need {sum(least.values()) * slot} SMs in slots of {slot}, but there are "
-                                 f"{num_slots} slots; lower a floor or drop a role")
-        slots[max(can, key=lambda n: (slots[n] * slot - asked[n], slots[n]))] -= 1
-    spare = num_slots - sum(slots.values())
-    left_over = total - num_slots * slot
-    short = {n: asked[n] - slots[n] * slot for n in slots}
-    # The left-over fits a shortfall better than a slot where both would do; names keep ties in the roles' order.
-    taker = None
-    if left_over:
-        fits = [n for n in short if short[n] >= left_over - 1e-6]
-        exact = [n for n in fits if short[n] < slot - 1e-6]
-        candidates = exact or fits
-        taker = max(candidates, key=lambda n: short[n]) if candidates else None
-        if taker is not None:
-            short[taker] -= left_over
-    while spare:
-        most = max(short, key=lambda n: short[n])
-        if short[most] < slot - 1e-6:
-            break
-        slots[most] += 1
-        short[most] -= slot
-        spare -= 1
-    if left_over and taker is None:  # a fraction is not exact, so its role may go over by less than the left-over
-        fractions = [role.name for role in given if isinstance(role.share, float) and short[role.name] > 1e-6]
-        taker = max(fractions, key=lambda n: short[n]) if fractions else None
+    best: tuple[tuple[float, float], Role | None, dict[str, int]] | None = None
+    for taker in (None, *(given if remainder else ())):
+        for slots in _shares(given, asked, slot, num_slots, remainder, taker):
+            short = [max(0.0, asked[r.name] - slots[r.name] * slot - (remainder if r is taker else 0)) for r in given]
+            score = round(max(short), 6), round(sum(short), 6)
+            if best is None or score < best[0]:
+                best = score, taker, slots
+    if best is None:
+        least = sum(_least(role, slot, 0) for role in given)
+        raise PartitionError(f"the floors need {least * slot} SMs in slots of {slot}, but there are {num_slots} slots "
+                             f"and {remainder} SMs over; lower a floor or drop a role")
+    _, taker, slots = best
     grants, at = [], 0
     for role in given:
         own = tuple(range(at, at + slots[role.name]))
         at += len(own)
-        extra = left_over if role.name == taker else 0
+        extra = remainder if role is taker else 0
         grants.append(Grant(role.name, asked[role.name], len(own) * slot + extra, own, bool(extra)))
     return Plan(total, slot, tuple(grants), total - sum(g.num_sms for g in grants))
+
+
+def _least(role: Role, slot: int, extra: int) -> int:
+    """Slots that a role needs beside `extra` SMs: its floor, and one slot unless those are one."""
+    return max(0 if extra >= slot else 1, -(-(role.floor - extra) // slot))
+
+
+def _shares(given: Sequence[Role], asked: Mapping[str, float], slot: int, num_slots: int, remainder: int,
+            taker: Role | None) -> list[dict[str, int]]:
+    """Slots a role where `taker` has the remainder: one way, or two, or none."""
+    extra = {role.name: remainder if role is taker else 0 for role in given}
+    least = {role.name: _least(role, slot, extra[role.name]) for role in given}
+    down = {name: max(int(max(0.0, asked[name] - extra[name]) + 1e-6) // slot, least[name]) for name in asked}
+    starts = [down]
+    if taker is not None and isinstance(taker.share, float):  # not exact: slots for the whole ask, then what is over
+        name = taker.name
+        starts.append(down | {name: max(int(asked[name] + 1e-6) // slot, least[name])})
+    found = []
+    for slots in starts:
+        def over(name: str, slots: dict[str, int] = slots) -> float:
+            return slots[name] * slot + extra[name] - asked[name]
+
+        while sum(slots.values()) > num_slots:  # who is furthest above its ask, or least below, gives
+            can = [name for name in slots if slots[name] > least[name]]
+            if not can:
+                break
+            slots[max(can, key=lambda name: (over(name), slots[name]))] -= 1
+        spare = num_slots - sum(slots.values())
+        while spare > 0:
+            most = min(slots, key=over)
+            if -over(most) < slot - 1e-6:
+                break
+            slots[most] += 1
+            spare -= 1
+        fits = True
+        if taker is not None:
+            exact = over(taker.name) < 1e-6 or (taker.floor > 0 and slots[taker.name] == least[taker.name])
+            fraction = isinstance(taker.share, float) and slots[taker.name] * slot < asked[taker.name] - 1e-6
+            fits = exact or fraction
+        if spare >= 0 and fits:
+            found.append(slots)
+    return found
