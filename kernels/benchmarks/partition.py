@@ -3,9 +3,8 @@
     PYTHONPATH=kernels/src python kernels/benchmarks/partition.py [--seconds 1.5] [--no-mps] [--out table.json]
 
 One process: each alone, together on plain streams, with priority, on an SM partition (96 + 36 of 132 SMs where the
-driver's split has them; the granted sizes are printed first). Two processes:
-without MPS and with it, each alone and together; the MPS daemon is started with directories of its own and told to quit
-at the end. Prints the table and two figures: p95 of the bursts, plain / partitioned, and partitioned / alone (alone on
+driver's split has them; the granted sizes are printed first). Two processes: without MPS and with it, each alone and
+together; the MPS daemon is started with directories of its own and told to quit at the end. Prints the table and two figures: p95 of the bursts, plain / partitioned, and partitioned / alone (alone on
 the whole GPU, and alone on the partition). Together means together: the GEMM runs from before the first burst until
 after the last. A part that fails costs its own rows only. No setting of the GPU is changed.
 The parent process never touches the GPU: its context would take turns with the others'.
@@ -115,24 +114,30 @@ def one_process(seconds: float) -> dict:
     whole = torch.cuda.get_device_properties(0).multi_processor_count
     plain = [torch.cuda.Stream() for _ in range(2)]
     high = torch.cuda.Stream(priority=-5)
-    rows["each alone, whole GPU"] = {"A": cublas(plain[0], whole), "B": bursts(plain[1], whole)}
-    rows["together, plain streams"] = together(lambda stop: cublas(plain[0], whole, stop),
-                                                lambda: bursts(plain[1], whole))
-    rows["together, B with high priority"] = together(lambda stop: cublas(plain[0], whole, stop),
-                                                       lambda: bursts(high, whole))
+
+    def measure(name: str, part: Callable[[], dict]) -> None:
+        try:
+            rows[name] = part()
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
+
+    measure("each alone, whole GPU", lambda: {"A": cublas(plain[0], whole), "B": bursts(plain[1], whole)})
+    measure("together, plain streams", lambda: together(lambda stop: cublas(plain[0], whole, stop),
+                                                        lambda: bursts(plain[1], whole)))
+    measure("together, B with high priority", lambda: together(lambda stop: cublas(plain[0], whole, stop),
+                                                               lambda: bursts(high, whole)))
     with Partitions.create({"A": 96, "B": whole - 96}) as partitions:
         print(partitions, flush=True)
-        if partitions.isolation_mode != "green":
-            rows["mode"] = {"isolation_mode": partitions.isolation_mode}
-            return rows
-        a, b = partitions.slot("A"), partitions.slot("B")
-        rows["each alone, partitioned"] = {"A": cublas(a.stream, a.num_sms), "B": bursts(b.stream, b.num_sms)}
-        rows["together, partitioned"] = together(lambda stop: cublas(a.stream, a.num_sms, stop),
-                                                 lambda: bursts(b.stream, b.num_sms))
-        rows["alone, partitioned, A by gemm_nt"] = {"A": ours(a.stream, a.num_sms)}
-        rows["together, partitioned, A by gemm_nt"] = together(lambda stop: ours(a.stream, a.num_sms, stop),
-                                                               lambda: bursts(b.stream, b.num_sms))
         rows["mode"] = {"isolation_mode": partitions.isolation_mode}
+        if partitions.isolation_mode == "green":
+            a, b = partitions.slot("A"), partitions.slot("B")
+            measure("each alone, partitioned", lambda: {"A": cublas(a.stream, a.num_sms),
+                                                        "B": bursts(b.stream, b.num_sms)})
+            measure("together, partitioned", lambda: together(lambda stop: cublas(a.stream, a.num_sms, stop),
+                                                              lambda: bursts(b.stream, b.num_sms)))
+            measure("alone, partitioned, A by gemm_nt", lambda: {"A": ours(a.stream, a.num_sms)})
+            measure("together, partitioned, A by gemm_nt", lambda: together(
+                lambda stop: ours(a.stream, a.num_sms, stop), lambda: bursts(b.stream, b.num_sms)))
     return rows
 
 
@@ -247,10 +252,10 @@ def show(rows: dict) -> None:
 
 def figures(rows: dict) -> str:
     """The two figures, of one run. `alone` without more is the whole GPU: what a reward had before it shared."""
-    if "together, partitioned" not in rows:
-        return f"no figures: isolation_mode {rows['mode']['isolation_mode']}, SMs were not partitioned"
-    plain, green, whole, part = (rows[name]["B"]["p95"] for name in (
-        "together, plain streams", "together, partitioned", "each alone, whole GPU", "each alone, partitioned"))
+    names = ("together, plain streams", "together, partitioned", "each alone, whole GPU", "each alone, partitioned")
+    if missing := [name for name in names if name not in rows]:
+        return f"no figures: isolation_mode {rows['mode']['isolation_mode']}, not measured: {', '.join(missing)}"
+    plain, green, whole, part = (rows[name]["B"]["p95"] for name in names)
     return (f"B's p95, one process: plain / partitioned = {plain / green:.2f} (wanted 3.5 or more); partitioned "
             f"together / alone on the whole GPU = {green / whole:.2f} (wanted 1.25 or less), "
             f"/ alone on its partition = {green / part:.2f}")

@@ -25,9 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .following import can_follow, follows
 from .heuristics import Layout, Tile
 from .launch import launch, signature
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme
@@ -38,14 +36,6 @@ _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 # Named differently in triton 3.6 and in later versions.
 _copy_in = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
 _copy_out = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
-
-
-@gluon.jit
-def follow_in_gluon():
-    """`following.follow` for Gluon kernels: before the warps take their roles, which wait for it."""
-    if can_follow():
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -371,7 +361,6 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return ready, empty
 
 
-@follows
 @gluon.jit(do_not_specialize=["M", "steps", "blocks_0", "blocks_1", "blocks_2", "rows_per_gate"])
 def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0, blocks_1,
                  blocks_2, rows_per_gate, stride_gate, stride_residual, EXTRAS: gl.constexpr,
@@ -421,7 +410,6 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
                                            row_layout)
     gate_tiles = gl.allocate_shared_memory(gate.dtype.element_ty if GATE == 2 else y.dtype,
                                            [4, BLOCK_N if GATE == 2 else 1], row_layout)
-    follow_in_gluon()
     if SEGMENTS == 8:
         gl.warp_specialize([
             (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_0, out_0, ready, empty, M, N,

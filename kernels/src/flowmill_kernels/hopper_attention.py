@@ -22,8 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .following import follows
-from .hopper import follow_in_gluon
 from .launch import do_not_replay, launch, signature
 
 LOG2_E = 1.4426950408889634
@@ -290,7 +288,6 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
     return ready, empty
 
 
-@follows
 @gluon.jit(do_not_specialize=["total_tiles", "tiles", "units0", "units", "tq0", "tq1", "tk0", "tk1"])
 def _forward(q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, total_tiles, tiles, heads, units0, units, tq0, tq1,
              tk0, tk1, scale, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -307,7 +304,6 @@ def _forward(q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, total_tiles
     v_ready, v_empty = _barriers(STAGES, GROUPS)
     fence_async_shared()
     my_tiles = gl.cdiv(total_tiles - gl.program_id(0), gl.num_programs(0))
-    follow_in_gluon()
     if GROUPS == 2:
         gl.warp_specialize([
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(0), out_tiles.index(0), k_tiles, v_tiles,
@@ -499,7 +495,6 @@ def _query_group(dq0, dq1, lse0, lse1, delta0, delta1, len0_ptr, len1_ptr, q_til
     tma.store_wait(0)
 
 
-@follows
 @gluon.jit(do_not_specialize=["total_tiles", "tiles", "units0", "units", "tq0", "tq1", "tk0", "tk1"])
 def _backward_queries(q0, q1, do0, do1, k0, v0, k1, v1, dq0, dq1, lse0, lse1, delta0, delta1, len0, len1, total_tiles,
                       tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, softmax_scale, BLOCK_N: gl.constexpr,
@@ -517,7 +512,6 @@ def _backward_queries(q0, q1, do0, do1, k0, v0, k1, v1, dq0, dq1, lse0, lse1, de
     v_ready, v_empty = _barriers(STAGES, 2)
     fence_async_shared()
     my_tiles = gl.cdiv(total_tiles - gl.program_id(0), gl.num_programs(0))
-    follow_in_gluon()
     gl.warp_specialize([
         (_query_group, (dq0, dq1, lse0, lse1, delta0, delta1, len0, len1, q_tiles.index(0), do_tiles.index(0),
                         out_tiles.index(0), k_tiles, v_tiles, q_ready.index(0), q_empty.index(0), k_ready, k_empty,
@@ -698,7 +692,6 @@ def _key_group(dk0, dv0, dk1, dv1, lse0, lse1, delta0, delta1, len0_ptr, len1_pt
         mbarrier.arrive(k_empty, count=1)
 
 
-@follows
 @gluon.jit(do_not_specialize=["total_tiles", "tiles", "units0", "units", "tq0", "tq1", "tk0", "tk1"])
 def _backward_keys(q0, q1, do0, do1, k0, v0, k1, v1, dk0, dv0, dk1, dv1, lse0, lse1, delta0, delta1, len0, len1,
                    total_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, softmax_scale,
@@ -714,7 +707,6 @@ def _backward_keys(q0, q1, do0, do1, k0, v0, k1, v1, dk0, dv0, dk1, dv1, lse0, l
     ready, empty = _barriers(STAGES, 2)
     fence_async_shared()
     my_tiles = gl.cdiv(total_tiles - gl.program_id(0), gl.num_programs(0))
-    follow_in_gluon()
     gl.warp_specialize([
         (_key_group, (dk0, dv0, dk1, dv1, lse0, lse1, delta0, delta1, len0, len1, q_tiles, do_tiles, k_tiles.index(0),
                       v_tiles.index(0), k_ready.index(0), k_empty.index(0), ready, empty, my_tiles, tiles, heads,

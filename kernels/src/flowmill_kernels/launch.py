@@ -20,8 +20,6 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from .following import options
-
 _KNOWN = triton.__version__.startswith("3.6.")
 _LIMIT = 20000
 _TAPES: dict[Hashable, "Tape"] = {}
@@ -41,6 +39,24 @@ class _Recorder(threading.local):
 
 
 _RECORDER = _Recorder()
+
+
+class _Thread(threading.local):
+    """GPUs whose context this thread has made current."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_THREAD = _Thread()
+
+
+def _bind(device: int) -> None:
+    """Make the GPU's context current in this thread, once: torch does it at a thread's first call into CUDA, but a
+    replayed launch may come before any, and the driver's own calls then find no context."""
+    if device not in _THREAD.devices:
+        torch.cuda.mem_get_info(device)
+        _THREAD.devices.add(device)
 
 
 def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
@@ -69,11 +85,12 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Tensor | None, ...],
                 fast = False
                 break
         else:
+            _bind(device)
             if (plan := _PLANS.get(full)) is not None:
                 _start(plan, addresses, driver.active.get_current_stream(device))
                 return
     grid, arguments, constants = make()
-    compiled = kernel[grid](*arguments, **constants, **options(kernel, where))
+    compiled = kernel[grid](*arguments, **constants)
     if _RECORDER.launches is not None:
         _RECORDER.launches.append((kernel, compiled, grid, arguments, constants))
     elif fast:
@@ -126,6 +143,7 @@ def replay(key: Hashable, inputs: tuple[Tensor | None, ...], run: Callable[[], A
     if _RECORDER.launches is not None:
         return run()  # inside another operator, whose tape these launches belong to
     if tape is not None:
+        _bind(device)
         return tape.play(addresses, device)
     if len(set(addresses)) != len(addresses) or 0 in addresses:
         return run()  # arguments that cannot be told apart this time

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .following import follow, follows
 from .launch import launch, signature
 from .triton_backend import hopper_kernels, uses_tma
 
@@ -85,7 +84,6 @@ def _length(lengths, sample, size, GIVEN: tl.constexpr):
         return size
 
 
-@follows
 @triton.jit
 def _forward(q0, q1, k0_desc, v0_desc, k1_desc, v1_desc, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1,
              heads, tiles0, tq0, tq1, tk0, tk1, dims, scale,
@@ -93,7 +91,6 @@ def _forward(q0, q1, k0_desc, v0_desc, k1_desc, v1_desc, k0, v0, k1, v1, o0, o1,
              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
              LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, TMA: tl.constexpr):
     """M queries of one head of one sample."""
-    follow()
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -135,11 +132,9 @@ def _forward(q0, q1, k0_desc, v0_desc, k1_desc, v1_desc, k0, v0, k1, v1, o0, o1,
                  tl.where(total == 0.0, float("inf"), top + tl.math.log2(total)), rows < tq)
 
 
-@follows
 @triton.jit
 def _delta(out, dout, delta, heads, tokens, dims, M: tl.constexpr, D: tl.constexpr):
     """delta [B, H, T] = sum over channels of out * dout, both contiguous [B, T, H, D]."""
-    follow()
     sample = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     rows = tl.program_id(0) * M + tl.arange(0, M)
@@ -196,7 +191,6 @@ def _over_queries(kb, vb, q_desc, do_desc, q, dout, lse, delta, stride_q, tq, ba
     return dk, dv
 
 
-@follows
 @triton.jit
 def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
                    dk0, dv0, dk1, dv1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
@@ -204,7 +198,6 @@ def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0,
                    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
                    LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
     """dk and dv of N keys of one head of one sample: all its queries in order."""
-    follow()
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -287,7 +280,6 @@ def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq
     return dq
 
 
-@follows
 @triton.jit
 def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
                       dq0, dq1, out0, out1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
@@ -295,7 +287,6 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
                       M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
                       LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
     """dq of M queries of one head of one sample: all its keys in order. Also writes their deltas, as `_delta` does."""
-    follow()
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -20,7 +20,6 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .following import follow, follows
 from .heuristics import Layout, Tile
 from .launch import do_not_replay, launch, signature
 from .schemes import Epilogue, Scheme
@@ -188,7 +187,6 @@ def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, strid
                 stride_residual, BLOCK_M, HALF, BIAS, GELU, GATE, RESIDUAL, PARTS // 2, OUT, TMA)
 
 
-@follows
 @triton.jit(do_not_specialize=["M", "steps", "R0", "R1", "R2", "rows_per_gate"])
 def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps, rows_per_gate,
           stride_xm, stride_wr, stride_y, stride_gate, stride_residual, sh0, sb0, sh1, sb1, sh2, sb2,
@@ -198,7 +196,6 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, 
           GATE: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr,
           OUT: tl.constexpr, TMA: tl.constexpr):
     """One pass: a program sums all of K for its tiles. `steps` K blocks make a segment; the last may be shorter."""
-    follow()
     blocks_k = tl.cdiv(K, BLOCK_K)
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     if SEGMENTS == 1:
@@ -273,7 +270,6 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, 
                             stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
 
 
-@follows
 @triton.jit(do_not_specialize=["M", "steps", "R0", "R1", "R2"])
 def _gemm_segments(x, w, partials, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps, stride_xm, stride_wr,
                    sh0, sb0, sh1, sb1, sh2, sb2, EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -281,7 +277,6 @@ def _gemm_segments(x, w, partials, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, 
                    GROUP_M: tl.constexpr,
                    SEGMENTS: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
     """Spread: a unit of work is one segment of one tile; fp32 partials [SEGMENTS, M, N] for `_add_segments`."""
-    follow()
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     blocks_k = tl.cdiv(K, BLOCK_K)
     for unit in tl.range(tl.program_id(0), num_tiles * SEGMENTS, tl.num_programs(0)):
@@ -301,14 +296,12 @@ def _gemm_segments(x, w, partials, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, 
         tl.store(partials + at, acc, (rows < M)[:, None] & (cols < N)[None, :])
 
 
-@follows
 @triton.jit(do_not_specialize=["M", "rows_per_gate"])
 def _add_segments(partials, y, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate, stride_residual,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, TREE: tl.constexpr,
                   BIAS: tl.constexpr, GELU: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
                   OUT: tl.constexpr):
     """Add fp32 partials [SEGMENTS, M, N] in the scheme's order, then the epilogue and its rounding."""
-    follow()
     blocks_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * blocks_n, tl.num_programs(0)):
         row = tile // blocks_n * BLOCK_M

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .following import follow, follows
 from .launch import do_not_replay, launch, signature
 
 TOKEN_CHUNK = 1024  # tokens of one partial sum over tokens: part of its order
@@ -48,14 +47,12 @@ def _columns(p, at, cols, inside):
     return tl.load(p + at + cols, inside, other=0.0).to(tl.float32)
 
 
-@follows
 @triton.jit(do_not_specialize=["T", "blocks"])
 def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, eps, blocks, stride_xb, stride_xt,
                    stride_scale, stride_shift, stride_scale2, stride_shift2, ROWS: tl.constexpr, STEPS: tl.constexpr,
                    BLOCK: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, MODULATE: tl.constexpr,
                    TWO: tl.constexpr, STAGES: tl.constexpr):
     """LayerNorm of STEPS times ROWS rows of one sample, then one or two modulations."""
-    follow()
     sample, block = _place(blocks)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < C
@@ -89,14 +86,12 @@ def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, e
             tl.store(y2 + at, (v * one2 + move2).to(y.dtype.element_ty), mask)
 
 
-@follows
 @triton.jit(do_not_specialize=["T", "blocks"])
 def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scale2, T, C, eps, blocks, stride_xb,
                             stride_xt, stride_scale, stride_scale2, ROWS: tl.constexpr, STEPS: tl.constexpr,
                             BLOCK: tl.constexpr, AFFINE: tl.constexpr, MODULATE: tl.constexpr, ONE: tl.constexpr,
                             TWO: tl.constexpr, ADD: tl.constexpr, STATS: tl.constexpr, STAGES: tl.constexpr):
     """dx of `_norm_modulate`; `add` is the gradient that reaches x by another way."""
-    follow()
     sample, block = _place(blocks)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < C
@@ -135,13 +130,11 @@ def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scal
             tl.store(rstd + sample * T + lines, r, lines < T)
 
 
-@follows
 @triton.jit(do_not_specialize=["T", "blocks", "chunks"])
 def _column_sums(dy, x, mean, rstd, out, T, C, blocks, chunks, stride_yb, stride_yt, stride_xb, stride_xt,
                  ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKEN_CHUNK: tl.constexpr, TIMES: tl.constexpr,
                  CENTRED: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr):
     """out[b, chunk, c] = sum over the chunk's tokens of dy (times x, minus the row's mean, times its rstd)."""
-    follow()
     part, block = _place(blocks)
     sample = part // chunks
     first = (part - sample * chunks).to(tl.int32) * TOKEN_CHUNK
@@ -230,7 +223,6 @@ def _rms_rope_rows(x, y, dy, weight, cos, sin, rstd, sample, first, count, heads
     tl.store(y + target + cols, v.to(y.dtype.element_ty), mask)  # type: ignore[union-attr]
 
 
-@follows
 @triton.jit(do_not_specialize=["count", "blocks", "heads", "rope_tokens"])
 def _rms_rope(x, x2, y, y2, dy, dy2, weight, weight2, cos, sin, rstd, rstd2, count, heads, dims, eps, blocks,
               stride_xb, stride_xt, stride_xh, stride_x2b, stride_x2t, stride_x2h, stride_yb, stride_yt, stride_yh,
@@ -238,7 +230,6 @@ def _rms_rope(x, x2, y, y2, dy, dy2, weight, weight2, cos, sin, rstd, rstd2, cou
               NORM: tl.constexpr, ROPE: tl.constexpr, HALF_LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
               STATS: tl.constexpr):
     """RMS norm and rotary embedding of one tensor, or of two (q and k) whose programs take turns."""
-    follow()
     sample, block = _place(blocks)
     if TWO:
         first = block // 2 * ROWS
@@ -314,12 +305,10 @@ def _slope(v, OP: tl.constexpr):
     return d
 
 
-@follows
 @triton.jit(do_not_specialize=["blocks"])
 def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, stride_dy, OP: tl.constexpr,
                BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
     """One activation, or its derivative times dy, of rows of C elements; outputs are contiguous."""
-    follow()
     row, block = _place(blocks)
     cols = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < C
@@ -338,12 +327,10 @@ def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, 
         tl.store(y + at, _activation(v, up, OP).to(y.dtype.element_ty), mask)
 
 
-@follows
 @triton.jit(do_not_specialize=["T", "blocks", "col_blocks"])
 def _gate(x, gate, residual, y, T, C, blocks, col_blocks, stride_g, stride_xb, stride_xt, stride_rb, stride_rt,
           ROWS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     """(residual +) gate[b] * x over [B, T, C]."""
-    follow()
     sample, block = _place(blocks)
     row_block = block // col_blocks
     cols = ((block - row_block * col_blocks) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -357,11 +344,9 @@ def _gate(x, gate, residual, y, T, C, blocks, col_blocks, stride_g, stride_xb, s
     tl.store(y + (sample * T + rows) * C + cols, v.to(y.dtype.element_ty), mask)
 
 
-@follows
 @triton.jit(do_not_specialize=["blocks", "divisor"])
 def _row_sums(x, out, N, blocks, divisor, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """out[row, chunk] = sum of a row's chunk / divisor, BLOCK elements a step added in order, lanes at the end."""
-    follow()
     row, block = _place(blocks)
     total = tl.zeros((BLOCK,), tl.float32)
     first = block * CHUNK
@@ -371,11 +356,9 @@ def _row_sums(x, out, N, blocks, divisor, BLOCK: tl.constexpr, CHUNK: tl.constex
     tl.store(out + tl.program_id(0), tl.sum(total, 0) / divisor)
 
 
-@follows
 @triton.jit(do_not_specialize=["rows"])
 def _log_softmax(x, y, lse, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """log_softmax of ROWS whole rows; lse [rows, 2] fp32: maximum and log of the sum, apart for large values' sake."""
-    follow()
     lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = lines.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -389,11 +372,9 @@ def _log_softmax(x, y, lse, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(lse + 2 * lines + 1, log, lines < rows)
 
 
-@follows
 @triton.jit(do_not_specialize=["rows"])
 def _log_softmax_backward(dy, x, lse, dx, rows, N, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """dx = dy - exp(x - lse) * sum(dy) of ROWS whole rows."""
-    follow()
     lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = lines.to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -406,11 +387,9 @@ def _log_softmax_backward(dy, x, lse, dx, rows, N, stride_x, ROWS: tl.constexpr,
     tl.store(dx + line * N + cols, d.to(dx.dtype.element_ty), mask)
 
 
-@follows
 @triton.jit
 def _log_softmax_long(x, y, lse, N, stride_x, BLOCK: tl.constexpr):
     """log_softmax of one row in two walks: a running maximum and sum, chunk by chunk, then the result."""
-    follow()
     row = tl.program_id(0).to(tl.int64)
     top = -float("inf")
     total = 0.0
@@ -431,10 +410,8 @@ def _log_softmax_long(x, y, lse, N, stride_x, BLOCK: tl.constexpr):
     tl.store(lse + 2 * row + 1, log)
 
 
-@follows
 @triton.jit
 def _log_softmax_long_backward(dy, x, lse, dx, N, stride_x, BLOCK: tl.constexpr):
-    follow()
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .following import follow, follows
 from .launch import launch, signature
 from .schemes import NUM_SEGMENTS
 
@@ -89,7 +88,6 @@ def _leaf_range(leaf, first_sample, num_samples, batch):
 
 # Numbers that change from call to call are not specialized: each new one would compile the kernel again.
 
-@follows
 @triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch", "T"])
 def _wgrad(wide, narrow, out, out_1, out_2, first_sample, first_leaf, num_samples, batch, T, A, B, stride_out,
            stride_ws, stride_wt, stride_ns, stride_nt, X_WIDE: tl.constexpr, SPREAD: tl.constexpr,
@@ -99,7 +97,6 @@ def _wgrad(wide, narrow, out, out_1, out_2, first_sample, first_leaf, num_sample
     out is [.., N, K], whichever of x (K columns) and dy (N columns) is the wide one. With EACH, the EACH first rows of
     N go to out, the next to out_1, the rest to out_2.
     """
-    follow()
     blocks_a = tl.cdiv(A, BLOCK_A)
     a_at = tl.program_id(0) % blocks_a * BLOCK_A + tl.arange(0, BLOCK_A)
     b_at = tl.program_id(0) // blocks_a * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -128,12 +125,10 @@ def _wgrad(wide, narrow, out, out_1, out_2, first_sample, first_leaf, num_sample
             tl.store(to, total, inside)
 
 
-@follows
 @triton.jit(do_not_specialize=["first_sample", "first_leaf", "num_samples", "batch"])
 def _add_leaves(per_sample, leaves, first_sample, first_leaf, num_samples, batch, count, stride_leaf,
                 BLOCK: tl.constexpr, FROM_DEVICE: tl.constexpr):
     """leaves[l] += sum over this batch's samples of leaf l, in order, of per_sample [batch, count]."""
-    follow()
     row = tl.program_id(1)
     first = _number(first_sample, FROM_DEVICE)
     start, stop = _leaf_range(first_leaf + row, first, num_samples, batch)
