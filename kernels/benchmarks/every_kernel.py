@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 import flowmill_kernels as fk
+from flowmill_kernels.gradients import wgrad_leaves_stacked
 from flowmill_kernels.heuristics import CATALOGUE
 
 
@@ -102,6 +103,9 @@ def adapters() -> None:
         dy, x = (torch.randn(20, 70, size, device="cuda", dtype=torch.bfloat16) for size in (n, k))
         fk.wgrad_leaves(leaves, dy, x, first_sample=0, plan=plan)
         fk.add_leaves(leaves, torch.randn(3, n, k, device="cuda"), first_sample=4, plan=plan)
+    together = torch.zeros(3, 8, 32, 192, device="cuda")
+    dy, x = (torch.randn(20, 70, size, device="cuda", dtype=torch.bfloat16) for size in (96, 192))
+    wgrad_leaves_stacked(together.unbind(), dy, x, first_sample=0, plan=plan)
     print("adapters", flush=True)
 
 

@@ -4,9 +4,10 @@
 
 One process: each alone, together on plain streams, with priority, on an SM partition (96 + 36 of 132 SMs where the
 driver's split has them; the granted sizes are printed first). Two processes: without MPS and with it, each alone and
-together; the MPS daemon is started with directories of its own and told to quit at the end. Prints the table and two figures: p95 of the bursts, plain / partitioned, and partitioned / alone (alone on
-the whole GPU, and alone on the partition). Together means together: the GEMM runs from before the first burst until
-after the last. A part that fails costs its own rows only. No setting of the GPU is changed.
+together; the MPS daemon is started with directories of its own and told to quit at the end. Prints the table and two
+figures: p95 of the bursts, plain / partitioned, and partitioned / alone (alone on the whole GPU, and alone on the
+partition). Together means together: the GEMM runs from before the first burst until after the last. A part that fails
+costs its own rows only. No setting of the GPU is changed.
 The parent process never touches the GPU: its context would take turns with the others'.
 """
 
