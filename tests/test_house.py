@@ -258,16 +258,12 @@ def test_importing_the_workflow_is_light():
     code = """
 import sys, time
 import workflows.flowgrpo
-seconds, total = time.process_time(), 0
-for i in range(10**7):
-    total += i
-print(seconds, time.process_time() - seconds, *sys.modules)
+print(time.process_time(), *sys.modules)
 """
     runs = [run_python(code).split() for _ in range(3)]
-    assert {name.split(".")[0] for name in runs[0][2:]} & {*HEAVY, "transformers", "matplotlib"} == set()
-    # CPU seconds of the whole process: equal to wall time on an idle machine, and steady on a busy one. On a machine
-    # that is itself slow for a while the loop is too: it took 0.46 times the import, which is 1.35 s at full speed.
-    assert any(float(seconds) <= max(2.0, 3.2 * float(loop)) for seconds, loop, *_ in runs), [run[:2] for run in runs]
+    assert {name.split(".")[0] for name in runs[0][1:]} & {*HEAVY, "transformers", "matplotlib"} == set()
+    # CPU seconds of the whole process: equal to wall time on an idle machine, and steady on a busy one.
+    assert min(float(run[0]) for run in runs) <= 2.0
 
 
 @pytest.mark.parametrize("room", ["tasks", "workflows"])

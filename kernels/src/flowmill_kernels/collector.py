@@ -194,9 +194,7 @@ class GradientLeaves:
     @torch.no_grad()
     def add_outer(self, parameter: Tensor, dy: Tensor, x: Tensor) -> None:
         """Add ``dy[s].T @ x[s]`` of the open micro-batch's samples."""
-        for rows, leaves in self._take(parameter, dy.shape[0]):
-            parts = (dy, x) if rows is None else (dy[rows], x[rows])
-            wgrad_leaves(leaves, *parts, first_sample=self._next, plan=self.plan, position=self._position)
+        self.add_outers([parameter], dy, x)
 
     @torch.no_grad()
     def add_outers(self, parameters: Sequence[Tensor], dy: Tensor, x: Tensor) -> None:

@@ -42,7 +42,10 @@ class Schedule:
 
 def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilogue: Epilogue | None = None,
                      num_sms: int = 132) -> Schedule:
-    """The schedule that `gemm_nt` and `gemm_nn` take for m rows, n output columns and contraction length k."""
+    """The schedule that `gemm_nt` and `gemm_nn` take for m rows, n output columns and contraction length k.
+
+    num_sms: SMs of the caller's partition, which choose among tiles of the same bits; the default is an H200's.
+    """
     if mode == "tp_invariant":
         scheme, tile = tp_scheme(k), tree_tile_for(n, k, m=m)
     elif mode == "consistent":

@@ -112,12 +112,12 @@ class MicroBatchGraph:
                 raise ValueError(f"MicroBatchGraph: {name} is {value!r}, but {kept!r} was recorded; only tensors may "
                                  "change. Make a graph for each value")
         leaves = self._leaves
+        if self._graph is not None and any(_key(p) != key for key, (p, _) in leaves._place.items()):
+            raise RuntimeError("MicroBatchGraph: a parameter's memory has moved since the recording; make a new "
+                               "collector and a new graph after .to(), sharding or a load that replaces parameters")
         with leaves.micro_batch(first_sample, self.size):
             if self._graph is None:
                 return self._step(**inputs)
-            if any(_key(p) != key for key, (p, _) in leaves._place.items()):
-                raise RuntimeError("MicroBatchGraph: a parameter's memory has moved since the recording; make a new "
-                                   "collector and a new graph after .to(), sharding or a load that replaces parameters")
             for name, value in inputs.items():
                 if isinstance(value, Tensor):
                     self._inputs[name].copy_(value, non_blocking=True)

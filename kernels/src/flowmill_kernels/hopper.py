@@ -225,10 +225,9 @@ def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, bias_tiles, gate_tiles, ready, empty,
                 arrived, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
-                SEGMENTS: gl.constexpr,
-                BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr,
-                GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr, NT: gl.constexpr,
-                STAGES: gl.constexpr):
+                SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
+                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr,
+                NT: gl.constexpr, STAGES: gl.constexpr):
     """Four warps: 64 rows of every tile of this program, up to 4 segments, the epilogue and the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_N, 16])
@@ -244,7 +243,7 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
             bias_tiles.index(HALF).store(_column_values(bias, col, N, across, BLOCK_N))
         if GATE == 2:
             first, second = _gate_rows(row, M, rows_per_gate)
-            gate_tiles.index(2 * HALF + 0).store(_column_values(gate + first * stride_gate, col, N, across, BLOCK_N))
+            gate_tiles.index(2 * HALF).store(_column_values(gate + first * stride_gate, col, N, across, BLOCK_N))
             gate_tiles.index(2 * HALF + 1).store(_column_values(gate + second * stride_gate, col, N, across, BLOCK_N))
         if RESIDUAL_TILE:  # into the memory that the result leaves by, once the last result has left
             tma.store_wait(0)
@@ -273,7 +272,7 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
         if BIAS:
             bias_row = bias_tiles.index(HALF).load(columns)
         if GATE == 2:
-            gate_one = gate_tiles.index(2 * HALF + 0).load(columns)
+            gate_one = gate_tiles.index(2 * HALF).load(columns)
             gate_two = gate_tiles.index(2 * HALF + 1).load(columns)
         part = _epilogue(part, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate,
                          stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE)

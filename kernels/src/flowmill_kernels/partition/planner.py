@@ -131,9 +131,8 @@ def plan(roles: Mapping[str, int | float] | Sequence[Role], total: int, grain: G
         roles: Requests; fractions may sum to 1, counts to `total`.
         total: SMs of the GPU.
         grain: Its granularity.
-        num_slots, remainder: What the driver's split made; None: as many slots as `total` holds. SMs lie in clusters
-            of 14, 16 or 18 that a slot does not cross, so two GPUs of one model can have 16 slots and 4 SMs over, or
-            15 and 12.
+        num_slots, remainder: What the driver's split made; None: as many slots as `total` holds. Two GPUs of one model
+            can differ: of 132 SMs, 16 slots and 4 SMs over were seen, and 15 and 12.
 
     Returns:
         Grants in the order of the roles; a role's slots are neighbours. Of all ways to give the remainder the one with
