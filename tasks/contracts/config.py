@@ -5,10 +5,16 @@ and from it one small `*Spec` a stage, so that a cached stage reruns only when s
 Imports neither torch nor flytekit: registration and `--help` stay fast.
 """
 
+import ast
 import hashlib
+import inspect
 import json
+import linecache
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -39,11 +45,45 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+@cache
+def _attribute_docs(path: str) -> dict[str, dict[str, str]]:
+    """``{class name: {attribute: docstring}}`` of a source file's top-level classes; none without the source."""
+    module = ast.parse("".join(linecache.getlines(path)))
+    return {
+        node.name: {field.target.id: inspect.cleandoc(doc.value.value)
+                    for field, doc in pairwise(node.body)
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                    and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+                    and isinstance(doc.value.value, str)}
+        for node in module.body if isinstance(node, ast.ClassDef)
+    }
+
+
+@cache
+def _schema_of(model: "type[StrictModel]") -> str:
+    return json.dumps(super(StrictModel, model).model_json_schema())
+
+
 class StrictModel(BaseModel):
     """Frozen; an unknown key is an error; attribute docstrings are the field descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True,
-                              allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Pydantic's own use_attribute_docstrings goes through `inspect`, which touches every module in sys.modules and
+        # so loads what flytekit left for later, pandas and numpy among it: a third of the workflow's import.
+        super().__init_subclass__(**kwargs)
+        path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        docs = _attribute_docs(path).get(cls.__qualname__, {}) if path else {}
+        for name, doc in docs.items():
+            cls.__annotations__[name] = Annotated[cls.__annotations__[name], Field(description=doc)]
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As pydantic's. The plain form is kept: flytekit asks for it again for each task that takes the model."""
+        if args or kwargs:
+            return super().model_json_schema(*args, **kwargs)
+        return json.loads(_schema_of(cls))
 
     @field_validator("*", mode="before")
     @classmethod
