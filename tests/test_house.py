@@ -1,6 +1,7 @@
 """The house rules of the repository: who may import whom, and what may be where. Sources are parsed, not run."""
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -260,10 +261,13 @@ import sys, time
 import workflows.flowgrpo
 print(time.process_time(), *sys.modules)
 """
-    runs = [run_python(code).split() for _ in range(3)]
-    assert {name.split(".")[0] for name in runs[0][1:]} & {*HEAVY, "transformers", "matplotlib", "numpy"} == set()
-    # CPU seconds of the whole process: equal to wall time on an idle machine, and steady on a busy one.
-    assert min(float(run[0]) for run in runs) <= 2.0
+    modules = run_python(code).split()[1:]
+    assert {name.split(".")[0] for name in modules} & {*HEAVY, "transformers", "matplotlib", "numpy"} == set()
+    # CPU seconds of the whole process, the best of up to eight: neighbours on a machine only ever make them longer.
+    seconds: list[float] = []
+    while len(seconds) < 8 and min(seconds, default=math.inf) > 2.0:
+        seconds.append(float(run_python(code).split()[0]))
+    assert min(seconds) <= 2.0, seconds
 
 
 @pytest.mark.parametrize("room", ["tasks", "workflows"])
