@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 import flowmill_kernels as fk
+from flowmill_kernels.elementwise import activation_slope
 from flowmill_kernels.gradients import wgrad_leaves_stacked
 from flowmill_kernels.heuristics import CATALOGUE
 
@@ -57,6 +58,11 @@ def products_in_one_sum(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, re
                    schedule=dataclasses.replace(whole, tile=tile))
         print("extra", name, flush=True)
     fk.gemm_nt(x, w, bias, extra=(h, b), num_sms=2)
+    factor = torch.randn_like(x)
+    for name, tile in CATALOGUE.items():
+        turned = dataclasses.replace(fk.gemm_nt_schedule(m, x.shape[1], n), tile=tile, spread=False)
+        fk.gemm_nn(residual, w, gate=factor, num_sms=2, schedule=turned)
+        print("a factor an element", name, flush=True)
 
 
 def rows_and_elements() -> None:
@@ -77,6 +83,8 @@ def rows_and_elements() -> None:
             fk.gelu(x), fk.silu(x), fk.swiglu(x, y), fk.gated_residual(x, rows[0], y), fk.mean(x, 2), fk.log_softmax(x),
             fk.log_softmax(leaf(2, 20000))]
     torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
+    for op in ("gelu_tanh", "gelu"):
+        activation_slope(op, x)
     print("rows and elements", flush=True)
 
 

@@ -341,10 +341,22 @@ def check_sums(device: torch.device, sizes: dict[str, int], dtype: torch.dtype, 
     assert relative_frobenius_error(scaled, a.double() * gate.double()[:, None]) < ERROR_BOUND[dtype]
     # The same product as inside the residual, and as gated_residual's backward.
     assert_bitwise_equal(scaled, ew.gated_residual(torch.zeros_like(a), gate, a, **options) + 0.0)
-    slope = ew.gelu_tanh_backward(a, b, **options)
     leaf = b.clone().requires_grad_()
     ew.gelu_tanh(leaf, **options).backward(a)
-    assert_bitwise_equal(slope, leaf.grad)
+    assert_bitwise_equal(ew.gelu_tanh_backward(a, b, **options), leaf.grad)
+    for op in ("gelu_tanh", "gelu", "silu"):
+        leaf, wide = b.clone().requires_grad_(), b.double().requires_grad_()
+        y = getattr(ew, op)(leaf, **options)
+        y.backward(torch.ones_like(y))
+        value, slope = ew.activation_slope(op, b, **options)
+        assert_bitwise_equal(value, y.detach())
+        assert_bitwise_equal(slope, leaf.grad)
+        exact = functional.silu(wide) if op == "silu" else functional.gelu(
+            wide, approximate="tanh" if op == "gelu_tanh" else "none")
+        assert relative_frobenius_error(slope, torch.autograd.grad(exact.sum(), wide)[0]) < ERROR_BOUND[dtype]
+    stepped, packed = (ew.activation_slope("gelu", t, **options) for t in (widened(b, 3), b))
+    for one, other in zip(stepped, packed, strict=True):
+        assert_bitwise_equal(one, other)
 
 
 def test_plain_sums_and_products_match_fp64() -> None:

@@ -10,6 +10,9 @@ from flowmill_kernels import (
     Layer,
     LeafPlan,
     assert_bitwise_equal,
+    feed_forward,
+    gelu,
+    gelu_tanh,
     linear,
     linears,
     merged,
@@ -151,6 +154,140 @@ def test_weight_gradients_have_the_same_bits_for_every_micro_batch(micro: int) -
         found[size] = [t.grad for t in tensors(layer)]
     for one, other in zip(found[total], found[micro], strict=True):
         assert_bitwise_equal(one, other)  # type: ignore[arg-type]
+
+
+# Feed-forward ------------------------------------------------------------------------------------------------------
+
+WIDE = 64
+
+
+def make_feed_forward(k: int = K, n: int = N, wide: int = WIDE, **how) -> tuple[Layer, Layer]:
+    return make_layer(wide, k, seed=1, **how), make_layer(n, wide, seed=2, **how)
+
+
+def exact_feed_forward(x: Tensor, first: Layer, second: Layer, activation: str, gate: Tensor | None = None,
+                       residual: Tensor | None = None) -> Tensor:
+    h = functional.gelu(exact(first, x), approximate="tanh" if activation == "gelu_tanh" else "none")
+    return exact(second, h, gate=gate, residual=residual)
+
+
+def without_adapter(layer: Layer) -> Layer:
+    return dataclasses.replace(layer, lora_a=None, lora_b=None)
+
+
+@pytest.mark.parametrize("mode", ["consistent", "tp_invariant"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+@pytest.mark.parametrize("adapters", ["both", "none"])
+def test_feed_forward_is_two_layers_and_its_gradients_match_fp64(mode: str, activation: str, adapters: str) -> None:
+    options, layers = KernelOptions(mode, 132), make_feed_forward(128, wide=256)  # type: ignore[arg-type]
+    if adapters == "none":
+        layers = (without_adapter(layers[0]), without_adapter(layers[1]))
+    x, gate = torch.randn(BATCH, TOKENS, 128, requires_grad=True), torch.randn(BATCH, N, requires_grad=True)
+    residual = torch.randn(BATCH, TOKENS, N, requires_grad=True)
+    out = feed_forward(x, *layers, options=options, activation=activation, gate=gate, residual=residual)  # type: ignore[arg-type]
+    act = gelu_tanh if activation == "gelu_tanh" else gelu
+    with torch.no_grad():
+        rolled = feed_forward(x, *layers, options=options, activation=activation, gate=gate, residual=residual)  # type: ignore[arg-type]
+        h = act(linear(x, layers[0], options=options))
+        assert_bitwise_equal(rolled, linear(h, layers[1], options=options, gate=gate, residual=residual))
+    assert_bitwise_equal(out.detach(), rolled)
+    inputs = [x, gate, residual, *(t for layer in layers for t in tensors(layer) if t is not None)]
+    h = act(linear(x, layers[0], options=options))
+    weight = torch.randn(out.shape)
+    ours = torch.autograd.grad((out * weight).sum(), inputs)
+    parts = torch.autograd.grad((linear(h, layers[1], options=options, gate=gate, residual=residual) * weight).sum(),
+                                inputs)
+    for one, other in zip(ours, parts, strict=True):
+        assert relative_frobenius_error(one, other) < 1e-5
+    if adapters == "both":
+        doubles = [t.detach().double().requires_grad_() for t in (x, gate, residual)]
+        wide = [in_double(layer) for layer in layers]
+        want = exact_feed_forward(doubles[0], *wide, activation, *doubles[1:])
+        exactly = torch.autograd.grad((want * weight.double()).sum(),
+                                      [*doubles, *(t for layer in wide for t in tensors(layer))])
+        for one, other in zip(ours, exactly, strict=True):
+            assert relative_frobenius_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("trained", ["x", "first", "second", "gate"])
+def test_feed_forward_gives_gradients_to_what_asks_alone(trained: str) -> None:
+    layers = make_feed_forward()
+    x, gate = torch.randn(BATCH, TOKENS, K), torch.randn(BATCH, N)
+    asking = {"x": [x], "gate": [gate], "first": tensors(layers[0]), "second": tensors(layers[1])}[trained]
+    for t in (x, gate, *tensors(layers[0]), *tensors(layers[1])):
+        t.requires_grad_(any(t is one for one in asking))
+    weight = torch.randn(BATCH, TOKENS, N)
+    out = feed_forward(x, *layers, options=CPU, gate=gate)
+    found = torch.autograd.grad((out * weight).sum(), asking)
+    parts = linear(gelu_tanh(linear(x, layers[0], options=CPU)), layers[1], options=CPU, gate=gate)
+    for one, other in zip(found, torch.autograd.grad((parts * weight).sum(), asking), strict=True):
+        assert relative_frobenius_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_feed_forward_gradients_have_the_same_bits_for_every_micro_batch(micro: int) -> None:
+    x, found = torch.randn(8, TOKENS, K), {}
+    for size in (8, micro):
+        layers, inputs = make_feed_forward(), []
+        parameters = [t for layer in layers for t in tensors(layer)]
+        with GradientLeaves(parameters, LeafPlan(8)) as leaves:
+            for first in range(0, 8, size):
+                part = x[first:first + size].clone().requires_grad_()
+                with leaves.micro_batch(first, len(part)):
+                    feed_forward(part, *layers, options=CPU).square().sum().backward()
+                inputs.append(part.grad)
+            leaves.finish()
+        found[size] = [torch.cat(inputs), *(t.grad for t in parameters)]
+    for one, other in zip(found[8], found[micro], strict=True):
+        assert_bitwise_equal(one, other)  # type: ignore[arg-type]
+
+
+def test_feed_forward_keeps_nothing_wide_that_its_backward_does_not_read() -> None:
+    """Adapters on attention alone: of the tensors as wide as the hidden one, the slope is kept and nothing else."""
+    layers, kept = make_feed_forward(), []
+    for t in (*tensors(layers[0]), *tensors(layers[1])):
+        t.requires_grad_(False)
+    x = torch.randn(BATCH, TOKENS, K, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        feed_forward(x, *layers, options=CPU).sum().backward()
+    assert kept.count((BATCH, TOKENS, WIDE)) == 1
+
+
+def test_feed_forward_refuses_what_does_not_fit() -> None:
+    first, second = make_feed_forward()
+    x = torch.randn(BATCH, TOKENS, K, requires_grad=True)
+    with pytest.raises(ValueError, match="second takes 48 channels and first gives 64"):
+        feed_forward(x, first, make_layer(), options=CPU)
+    with pytest.raises(ValueError, match="'gelu_tanh' or 'gelu'"):
+        feed_forward(x, first, second, options=CPU, activation="silu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gate must be \[B, N\]"):
+        feed_forward(x, first, second, options=CPU, gate=torch.zeros(BATCH, WIDE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["consistent", "tp_invariant"])
+def test_on_a_gpu_feed_forward_keeps_bits_and_gradients(mode: str, gpu: torch.device) -> None:
+    options = KernelOptions(mode, 132)  # type: ignore[arg-type]
+    layers = make_feed_forward(384, 384, 1536, rank=24, dtype=torch.bfloat16, device=gpu)
+    x = torch.randn(BATCH, 77, 384, device=gpu).bfloat16().requires_grad_()
+    gate = torch.randn(BATCH, 384, device=gpu).bfloat16()
+    weight = torch.randn(BATCH, 77, 384, device=gpu).bfloat16()
+    out = feed_forward(x, *layers, options=options, gate=gate, residual=x)
+    parameters = [t for layer in layers for t in tensors(layer)]
+    found = torch.autograd.grad((out * weight).sum(), [x, *parameters])
+    for sms in (132, 32):
+        fewer = dataclasses.replace(options, num_sms=sms)
+        for b in range(BATCH):
+            one = x.detach()[b:b + 1].requires_grad_()
+            y = feed_forward(one, *layers, options=fewer, gate=gate[b:b + 1], residual=one)
+            assert_bitwise_equal(y.detach(), out.detach()[b:b + 1])
+            assert_bitwise_equal(torch.autograd.grad((y * weight[b:b + 1]).sum(), one)[0], found[0][b:b + 1])
+    wide, wide_x = [in_double(layer) for layer in layers], x.detach().double().requires_grad_()
+    want = exact_feed_forward(wide_x, *wide, "gelu_tanh", gate.double(), wide_x)
+    exactly = torch.autograd.grad((want * weight.double()).sum(), [wide_x, *(t for one in wide for t in tensors(one))])
+    assert relative_frobenius_error(out.detach(), want.detach()) < 3 * 2**-8
+    for one, other in zip(found, exactly, strict=True):
+        assert relative_frobenius_error(one, other) < 0.02
 
 
 @pytest.mark.parametrize("patch", [(2, 2), (1, 2, 2)])

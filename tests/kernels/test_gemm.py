@@ -28,6 +28,8 @@ from flowmill_kernels.heuristics import CATALOGUE, FEW_NARROW, LARGE_SPLIT, MEDI
 from flowmill_kernels.schemes import Scheme, combine, consistent_scheme, tp_scheme, tree_sum
 from flowmill_kernels.shapes import NARROW_SHAPES, ROWS, SHAPES, SM_COUNTS, TINY_SHAPES, Shape
 
+from tests.kernels.devices import PLACES, ROUNDING
+
 CPU = torch.device("cpu")
 MODES = ("consistent", "tp_invariant")
 TP = GUARANTEES["gemm_nt_tp"].tensor_parallel
@@ -624,6 +626,37 @@ def test_three_extra_products_on_a_gpu(m: int, n: int, ranks: tuple[int, ...], l
     check_extras(m, n, 1536, ranks, layout, gpu, torch.bfloat16)
 
 
+@PLACES
+@pytest.mark.parametrize("extra", [False, True], ids=["alone", "extra"])
+def test_a_factor_for_every_element(place: tuple, extra: bool) -> None:
+    """What a dgrad through an activation is: the product times the slope."""
+    device, backend, dtype = place
+    m, n, k = 150, 80, 544
+    dy, w, factor, h, b = (torch.randn(s, device=device).to(dtype) for s in ((m, n), (n, k), (m, k), (m, 16), (16, k)))
+    options = {"num_sms": 5, "backend": backend, "extra": (h, b) if extra else None}
+    out = gemm_nn(dy, w, gate=factor, **options)
+    total = dy.double() @ w.double() + (h.double() @ b.double() if extra else 0)
+    assert relative_frobenius_error(out, total * factor.double()) < max(ROUNDING[dtype], 3e-6)
+    if backend == "triton":
+        return  # numpy's products, which the interpreter takes, do not promise the same bits at another place
+    rows = slice(70, 77)
+    options["extra"] = (h[rows], b) if extra else None
+    assert_bitwise_equal(gemm_nn(dy[rows], w, gate=factor[rows], **options), out[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1000, 2048])
+def test_gpu_a_factor_for_every_element_has_the_same_bits_in_every_kernel(m: int, gpu: torch.device) -> None:
+    """By TMA into the output's memory on Hopper; by pointers elsewhere."""
+    dy, w, factor = (torch.randn(s, device=gpu).bfloat16() for s in ((m, 768), (768, 3072), (m, 3072)))
+    plan = gemm_nt_schedule(m, 3072, 768)
+    want = gemm_nn(dy, w, gate=factor, num_sms=132)
+    for tile in CATALOGUE.values():
+        for loads in ("auto", "pointer"):
+            schedule = dataclasses.replace(plan, tile=tile, loads=loads, spread=False)
+            assert_bitwise_equal(gemm_nn(dy, w, gate=factor, num_sms=96, schedule=schedule), want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows_per_gate", [1, 50, 64, 77, 576])
 def test_gates_of_every_length_scale_their_own_rows(rows_per_gate: int, gpu: torch.device) -> None:
@@ -633,9 +666,13 @@ def test_gates_of_every_length_scale_their_own_rows(rows_per_gate: int, gpu: tor
     x, w = operands(Shape(m, 1536, 320), gpu)
     gate, residual = torch.randn(samples, 1536, device=gpu).bfloat16(), torch.randn(m, 1536, device=gpu).bfloat16()
     out = gemm_nt(x, w, num_sms=132, gate=gate, residual=residual)
+    without = gemm_nt(x, w, num_sms=132, gate=gate)
+    assert relative_frobenius_error(
+        without, gate.double().repeat_interleave(rows_per_gate, 0) * (x.double() @ w.double().T)) < 2**-8
     exact = residual.double() + gate.double().repeat_interleave(rows_per_gate, 0) * (x.double() @ w.double().T)
     assert relative_frobenius_error(out, exact) < ERROR_BOUND[torch.bfloat16]
     one = slice(rows_per_gate, 2 * rows_per_gate)
+    assert_bitwise_equal(gemm_nt(x[one], w, num_sms=132, gate=gate[1:2]), without[one])
     assert_bitwise_equal(gemm_nt(x[one], w, num_sms=132, gate=gate[1:2], residual=residual[one]), out[one])
 
 

@@ -24,7 +24,7 @@ from .elementwise import (
     swiglu,
     timestep_embedding,
 )
-from .functional import KernelOptions, Layer, linear, linears, merged, patch_embed
+from .functional import KernelOptions, Layer, feed_forward, linear, linears, merged, patch_embed
 from .gemm import Schedule, gemm_nn, gemm_nn_partial, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
 from .gradients import LeafPlan, LeafSum, add_leaves, all_reduce_leaves, leaf_sum, wgrad_leaves
 from .graph import MicroBatchGraph
@@ -37,7 +37,7 @@ __all__ = [
     "GUARANTEES", "NUM_SEGMENTS", "AppliedKernels", "Epilogue", "GradientLeaves", "Guarantees", "KernelOptions",
     "Layer", "LeafPlan", "LeafSum", "MicroBatchGraph", "Replacement", "Schedule", "Scheme", "UnsupportedError",
     "add_leaves", "all_reduce_leaves", "apply_kernels", "assert_bitwise_equal", "attention", "combine_partials",
-    "gated_residual", "gelu", "gelu_tanh", "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial",
+    "feed_forward", "gated_residual", "gelu", "gelu_tanh", "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial",
     "gemm_nt_schedule", "head_range", "layer_norm_modulate", "leaf_sum", "linear", "linears", "log_softmax", "mean",
     "merged", "patch_embed", "qk_norm_rope", "qk_norm_rope_pair", "relative_frobenius_error", "remove_kernels",
     "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding", "unavailable_reason", "wgrad",

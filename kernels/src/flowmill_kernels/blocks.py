@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attention import attention
 from .elementwise import gelu, gelu_tanh, layer_norm_modulate, qk_norm_rope, qk_norm_rope_pair, rms_norm, silu
-from .functional import KernelOptions, Layer, linear, linears, patch_embed
+from .functional import KernelOptions, Layer, feed_forward, linear, linears, patch_embed
 
 Forward = Callable[..., Any]
 _LAYER_NORMS = ("LayerNorm", "FP32LayerNorm")
@@ -159,11 +159,8 @@ def _feed_forward(options: KernelOptions, ff: nn.Module, x: Tensor, gate: Tensor
     net = ff.net
     first, approximate, second = net[0].proj, net[0].approximate, net[2]  # type: ignore[index]
     _no_dropout([net[1], *net[3:]])  # type: ignore[index]
-    if approximate == "tanh":
-        h = linear(x, layer_of(first), options=options, activation="gelu_tanh")
-    else:
-        h = gelu(linear(x, layer_of(first), options=options), backend=options.backend)
-    return linear(h, layer_of(second), options=options, gate=gate, residual=residual)
+    return feed_forward(x, layer_of(first), layer_of(second), options=options, gate=gate, residual=residual,
+                        activation="gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def _conditioning(options: KernelOptions, module: Any, activated: Tensor, parts: int) -> tuple[Tensor, ...]:

@@ -198,6 +198,11 @@ def pointwise(op: str, x: Tensor, other: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
+def pointwise_slope(op: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """An activation and its derivative."""
+    return pointwise(op, x, None), pointwise_backward(op, torch.ones_like(x), x, None)[0]
+
+
 def pointwise_backward(op: str, dy: Tensor, x: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
     v, g = x.float().contiguous(), dy.float()
     if op == "gelu_tanh":

@@ -353,6 +353,12 @@ def gelu_tanh_backward(dy: Tensor, x: Tensor, *, backend: Backend = "auto") -> T
                                                                                 None)[0]
 
 
+def activation_slope(op: str, x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """An activation (`gelu_tanh`, `gelu` or `silu`) and its derivative at x, in one pass. No autograd graph."""
+    with torch.no_grad():
+        return _module(op, backend, x).pointwise_slope(op, _unit(x))
+
+
 def gelu(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     """GELU in its exact form, ``x Phi(x)``, elementwise."""
     return _pointwise("gelu", x, None, backend)
@@ -442,6 +448,11 @@ def gated_residual(residual: Tensor, gate: Tensor, y: Tensor, *, backend: Backen
 def add(a: Tensor, b: Tensor) -> Tensor:
     """``a + b``, rounded once; torch's own, since nothing is summed over."""
     return a + b
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b``, rounded once; torch's own, as `add`."""
+    return a * b
 
 
 # Rows of a loss ----------------------------------------------------------------------------------------------------

@@ -8,13 +8,24 @@ without gradients runs the same kernels and skips only what the backward would n
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .collector import deliver, deliver_outer, deliver_outers
-from .elementwise import add, column_sum, gate_gradient, gelu_tanh, gelu_tanh_backward, scale_by_gate
+from .elementwise import (
+    activation_slope,
+    add,
+    column_sum,
+    gate_gradient,
+    gelu,
+    gelu_tanh,
+    gelu_tanh_backward,
+    multiply,
+    scale_by_gate,
+)
 from .gemm import Backend, Mode, gemm_nn, gemm_nt
 from .schemes import NUM_SEGMENTS, Activation
 
@@ -205,19 +216,36 @@ class _Linears(torch.autograd.Function):
         d_gate, d_residual = None, grads[0] if need_residual else None
         dys = [None if g is None else g.contiguous() for g in grads]
         if gate is not None and dys[0] is not None:
-            if need_gate:  # the fused epilogue never wrote what the gate scales, so it is computed once more
-                (y,), _, _, _ = _forward(call, x, None, None, weights)
-                d_gate = gate_gradient(_samples(dys[0]), _samples(y), backend=call.options.backend).to(gate.dtype)
-            dys[0] = scale_by_gate(dys[0], gate, backend=call.options.backend)
+            dys[0], d_gate = _through_gate(call, x, gate, dys[0], weights, need_gate)
         if call.activation != "none" and dys[0] is not None:
             dys[0] = gelu_tanh_backward(dys[0], pre, backend=call.options.backend)
         d_x, d_weights = _backward_products(call, x, hidden, stacked, weights, dys, need_x, need)
         return (None, d_x, d_gate, d_residual, *d_weights)
 
 
-def _sum_of_products(products: list[tuple[Tensor, Tensor]], call: _Call) -> Tensor | None:
-    """Sum of dy @ w, in as few kernels as the mode allows: up to four products share one accumulator."""
+def _through_gate(call: _Call, x: Tensor, gate: Tensor, dy: Tensor, weights: Sequence[Tensor | None], need_gate: bool
+                  ) -> tuple[Tensor, Tensor | None]:
+    """A gradient behind a layer's gate, and the gate's own if it is needed."""
+    d_gate = None
+    if need_gate:  # the fused epilogue never wrote what the gate scales, so it is computed once more
+        (y,), _, _, _ = _forward(call, x, None, None, weights)
+        d_gate = gate_gradient(_samples(dy), _samples(y), backend=call.options.backend).to(gate.dtype)
+    return scale_by_gate(dy, gate, backend=call.options.backend), d_gate
+
+
+def _sum_of_products(products: list[tuple[Tensor, Tensor]], call: _Call, slope: Tensor | None = None) -> Tensor | None:
+    """Sum of dy @ w, times `slope` [..., K] an element, in as few kernels as the mode allows: up to four products share
+    one accumulator, and the last kernel multiplies, unless it also adds what another one summed."""
     common = {"num_sms": call.options.num_sms, "backend": call.options.backend}
+    one_kernel = len(products) == 1 or (call.options.mode == "consistent" and len(products) <= 4
+                                        and all(w.shape[0] % 16 == 0 for _, w in products[1:]))
+    if slope is not None and one_kernel:
+        (dy, w), *extras = products
+        return gemm_nn(dy, w, gate=slope.reshape(-1, slope.shape[-1]), extra=extras or None,
+                       mode=call.mode_for(dy.shape[-1]), **common)
+    if slope is not None:
+        total = _sum_of_products(products, call)
+        return None if total is None else multiply(total, slope)
     if call.options.mode == "tp_invariant":
         total = None
         for dy, w in products:
@@ -234,8 +262,8 @@ def _sum_of_products(products: list[tuple[Tensor, Tensor]], call: _Call) -> Tens
 
 def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, stacked: Tensor | None,
                        weights: Sequence[Tensor | None], dys: Sequence[Tensor | None], need_x: bool,
-                       need: Sequence[bool]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dx, and every weight's gradient (None where a collector took it or nobody asked)."""
+                       need: Sequence[bool], slope: Tensor | None = None) -> tuple[Tensor | None, list[Tensor | None]]:
+    """dx (times `slope` if given), and every weight's gradient (None where a collector took it or nobody asked)."""
     options, dtype = call.options, x.dtype
     common = {"num_sms": options.num_sms, "backend": options.backend}
     adapters = weights[2::_PER_LAYER]
@@ -283,8 +311,43 @@ def _backward_products(call: _Call, x: Tensor, hidden: Tensor | None, stacked: T
             d_weights[at] = deliver_outer(weights[at], _samples(own), xs)  # type: ignore[arg-type]
     if need_x and d_hidden is not None:
         products.append((d_hidden, stacked))  # type: ignore[arg-type]
-    d_x = _sum_of_products(products, call) if need_x else None
+    d_x = _sum_of_products(products, call, slope) if need_x else None
     return d_x, d_weights
+
+
+class _FeedForward(torch.autograd.Function):
+    """Two layers and the activation between them; see `feed_forward`."""
+
+    @staticmethod
+    def forward(ctx, first: _Call, second: _Call, activation: str, x: Tensor, gate: Tensor | None,  # type: ignore[override]
+                residual: Tensor | None, *weights: Tensor | None) -> Tensor:
+        (u,), hidden, stacked, _ = _forward(first, x, None, None, weights[:_PER_LAYER])
+        # What the backward needs of the sum is the slope there, which then goes into the end of a product.
+        h, slope = activation_slope(activation, u, backend=first.options.backend)
+        (y,), hidden_2, stacked_2, _ = _forward(second, h, gate, residual, weights[_PER_LAYER:])
+        need_gate, need_second = ctx.needs_input_grad[4], ctx.needs_input_grad[6 + _PER_LAYER:]
+        ctx.first, ctx.second = first, second
+        ctx.save_for_backward(x, h if need_gate or any(need_second) else None, gate, slope, hidden, stacked, hidden_2,
+                              stacked_2, *weights)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, h, gate, slope, hidden, stacked, hidden_2, stacked_2, *weights = ctx.saved_tensors
+        _, _, _, need_x, need_gate, need_residual, *need = ctx.needs_input_grad
+        d_gate, dy = None, grad.contiguous()
+        if gate is not None:
+            dy, d_gate = _through_gate(ctx.second, h, gate, dy, weights[_PER_LAYER:], need_gate)
+        need_u = need_x or any(need[:_PER_LAYER])
+        # Where no gradient asks for h, its place is taken by a tensor of its shape.
+        d_u, d_second = _backward_products(ctx.second, slope if h is None else h, hidden_2, stacked_2,
+                                           weights[_PER_LAYER:], [dy], need_u, need[_PER_LAYER:], slope)
+        d_x, d_first = None, [None] * _PER_LAYER
+        if need_u:
+            d_x, d_first = _backward_products(ctx.first, x, hidden, stacked, weights[:_PER_LAYER], [d_u], need_x,
+                                              need[:_PER_LAYER])
+        return (None, None, None, d_x, d_gate, grad if need_residual else None, *d_first, *d_second)
 
 
 def _prepare(x: Tensor) -> Tensor:
@@ -292,6 +355,14 @@ def _prepare(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
+
+
+def _check_end(x: Tensor, layer: Layer, gate: Tensor | None, residual: Tensor | None) -> Tensor | None:
+    """A layer's residual in x's dtype; refuses a gate of another shape."""
+    if gate is not None and gate.shape != (x.shape[0], layer.weight.shape[0]):
+        raise ValueError(f"linear: gate must be [B, N] = [{x.shape[0]}, {layer.weight.shape[0]}], got "
+                         f"{tuple(gate.shape)}")
+    return residual if residual is None or residual.dtype == x.dtype else residual.to(x.dtype)
 
 
 def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activation: Activation = "none",
@@ -316,11 +387,7 @@ def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activ
     if len(layers) != 1 and (activation != "none" or gate is not None or residual is not None):
         raise ValueError(f"linears: an activation, gate or residual goes with one layer, got {len(layers)}")
     x = _prepare(x)
-    if residual is not None and residual.dtype != x.dtype:
-        residual = residual.to(x.dtype)
-    if gate is not None and gate.shape != (x.shape[0], layers[0].weight.shape[0]):
-        raise ValueError(f"linear: gate must be [B, N] = [{x.shape[0]}, {layers[0].weight.shape[0]}], got "
-                         f"{tuple(gate.shape)}")
+    residual = _check_end(x, layers[0], gate, residual)
     call = _Call(options, activation, tuple(layer.lora_scale for layer in layers))
     weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, residual, *weights)):
@@ -337,6 +404,40 @@ def linear(x: Tensor, layer: Layer, *, options: KernelOptions, activation: Activ
         residual: Shape of the output.
     """
     return linears(x, (layer,), options=options, activation=activation, gate=gate, residual=residual)[0]
+
+
+def feed_forward(x: Tensor, first: Layer, second: Layer, *, options: KernelOptions,
+                 activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh", gate: Tensor | None = None,
+                 residual: Tensor | None = None) -> Tensor:
+    """``residual + gate * second(activation(first(x)))``: the bits of two `linear`s with the activation between them.
+
+    For a backward it keeps the activation's slope, rounded to x's dtype, in place of the sum and of the activation; the
+    slope is multiplied into the end of the second layer's dgrad, which saves a pass over the widest tensor of a block.
+
+    Args:
+        x, gate, residual: As in `linear`; ``[B, ..., K]``, ``[B, N]``, ``[B, ..., N]``.
+        first: ``[H, K]``, each layer with or without an adapter.
+        second: ``[N, H]``
+
+    Raises:
+        ValueError: for layers that do not fit together, another activation, and what `gemm_nt` refuses.
+    """
+    if activation not in ("gelu_tanh", "gelu"):
+        raise ValueError(f"feed_forward: activation must be 'gelu_tanh' or 'gelu', got {activation!r}")
+    if second.weight.shape[1] != first.weight.shape[0]:
+        raise ValueError(f"feed_forward: second takes {second.weight.shape[1]} channels and first gives "
+                         f"{first.weight.shape[0]}")
+    x = _prepare(x)
+    layers = (first, second)
+    weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
+    if not torch.is_grad_enabled() or not any(
+            t is not None and t.requires_grad for t in (x, gate, residual, *weights)):
+        u = linear(x, first, options=options)
+        h = (gelu_tanh if activation == "gelu_tanh" else gelu)(u, backend=options.backend)
+        return linear(h, second, options=options, gate=gate, residual=residual)
+    residual = _check_end(x, second, gate, residual)
+    calls = [_Call(options, "none", (layer.lora_scale,)) for layer in layers]
+    return _FeedForward.apply(*calls, activation, x, gate, residual, *weights)  # type: ignore[return-value]
 
 
 def patch_embed(x: Tensor, layer: Layer, patch: Sequence[int], *, options: KernelOptions) -> Tensor:

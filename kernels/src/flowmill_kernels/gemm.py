@@ -200,8 +200,9 @@ def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
     epilogue = Epilogue(bias is not None, activation, gate is not None, residual is not None)
     if schedule is None:
         if partial_of is None:
-            # A gate of many rows costs no more registers than a bias.
-            few = gate is not None and m // max(1, gate.shape[0]) < 64
+            # A gate of many rows costs no more registers than a bias; a factor an element comes as a residual does.
+            as_residual = gate is not None and len(gate) == m and residual is None and gate.dtype == dtype
+            few = gate is not None and m // max(1, gate.shape[0]) < 64 and not as_residual
             schedule = gemm_nt_schedule(m, n, k, mode=mode, epilogue=dataclasses.replace(epilogue, gate=few),
                                         num_sms=num_sms)
         else:
@@ -294,7 +295,8 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
         num_sms: SMs of the caller's partition; never read from the device. The CPU back end ignores it.
         activation: `none` or `gelu_tanh`, in fp32, of the sum rounded to x's dtype. So it gives the bits of a call
             without it followed by `flowmill_kernels.gelu_tanh`, which training takes because it keeps that sum.
-        gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample.
+        gate: ``[G, N]``; row r is scaled by gate row ``r // (rows / G)``: one gate a sample, or (G = rows) a factor
+            an element.
         residual: ``[..., N]``.
         extra: ``(h [..., R], b [N, R])`` with R a multiple of 16, or up to three such pairs: each ``h @ b.T`` is added
             to the fp32 sum before the bias, in order, in the last segment's accumulator. An adapter's up projection

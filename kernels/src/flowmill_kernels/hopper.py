@@ -168,10 +168,11 @@ def _gate_rows(row, M, rows_per_gate):
 @gluon.jit
 def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate, stride_gate,
               stride_residual, layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BIAS: gl.constexpr,
-              GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr):
+              GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, TILE_IN: gl.constexpr):
     """``residual + gate * gelu(round(acc + bias))``, operation for operation as in the Triton back end.
 
     `bias_row` [BLOCK_N]; for GATE 2, `gate_one` and `gate_two` are the rows of `_gate_rows`, and `gate` is not read.
+    With TILE_IN the residual, or for GATE 3 a factor an element, lies in `out_tile`.
     """
     rows = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -181,7 +182,7 @@ def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_t
         acc = acc.to(out_tile.dtype).to(gl.float32)
         u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
         acc = 0.5 * acc * (2.0 - 2.0 / (gl.exp(2.0 * u) + 1.0))
-    if GATE == 1 or (RESIDUAL and not RESIDUAL_TILE):
+    if GATE == 1 or (RESIDUAL and not TILE_IN):
         inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
     if GATE == 2:
         # At least as many rows a gate as there are here, so two gate rows will do.
@@ -191,8 +192,10 @@ def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_t
     if GATE == 1:
         at = gl.expand_dims(rows // rows_per_gate * stride_gate, 1) + gl.expand_dims(cols, 0)
         acc = acc * gl.load(gate + at, inside, other=0.0).to(gl.float32)
+    if GATE == 3:
+        acc = acc * out_tile.load(layout).to(gl.float32)
     if RESIDUAL:
-        if RESIDUAL_TILE:
+        if TILE_IN:
             acc = out_tile.load(layout).to(gl.float32) + acc
         else:
             at = gl.expand_dims(rows * stride_residual, 1) + gl.expand_dims(cols, 0)
@@ -226,7 +229,7 @@ def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, bias_tiles, gate_tiles, ready, empty,
                 arrived, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
-                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, RESIDUAL_TILE: gl.constexpr,
+                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, TILE_IN: gl.constexpr,
                 NT: gl.constexpr, STAGES: gl.constexpr):
     """Four warps: 64 rows of every tile of this program, up to 4 segments, the epilogue and the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
@@ -245,7 +248,7 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
             first, second = _gate_rows(row, M, rows_per_gate)
             gate_tiles.index(2 * HALF).store(_column_values(gate + first * stride_gate, col, N, across, BLOCK_N))
             gate_tiles.index(2 * HALF + 1).store(_column_values(gate + second * stride_gate, col, N, across, BLOCK_N))
-        if RESIDUAL_TILE:  # into the memory that the result leaves by, once the last result has left
+        if TILE_IN:  # into the memory that the result leaves by, once the last result has left
             tma.store_wait(0)
             mbarrier.expect(arrived, residual.block_type.nbytes)
             _copy_in(residual, [row, col], arrived, out_tile)
@@ -264,7 +267,7 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
                 step += 2 * steps
             if SEGMENTS == 4:
                 part = two_tile.load(layout) + part
-        if RESIDUAL_TILE:
+        if TILE_IN:
             mbarrier.wait(arrived, t & 1)
         bias_row = 0
         gate_one = 0
@@ -275,8 +278,8 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
             gate_one = gate_tiles.index(2 * HALF).load(columns)
             gate_two = gate_tiles.index(2 * HALF + 1).load(columns)
         part = _epilogue(part, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate,
-                         stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, RESIDUAL_TILE)
-        if SEGMENTS < 4 and not RESIDUAL_TILE:
+                         stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, TILE_IN)
+        if SEGMENTS < 4 and not TILE_IN:
             tma.store_wait(0)
         out_tile.store(part.to(y.dtype))
         fence_async_shared()
@@ -363,7 +366,7 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "steps", "blocks_0", "blocks_1", "blocks_2", "rows_per_gate"])
 def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0, blocks_1,
                  blocks_2, rows_per_gate, stride_gate, stride_residual, EXTRAS: gl.constexpr,
-                 RESIDUAL_TILE: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                 TILE_IN: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
                  GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr,
                  RESIDUAL: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
@@ -399,7 +402,7 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
     my_tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))
     my_steps = steps + blocks_0 + blocks_1 + blocks_2  # to the multiplying warps the other products are more of K
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    if RESIDUAL_TILE:
+    if TILE_IN:
         for i in gl.static_range(2):
             mbarrier.init(arrived.index(i), count=1)
         fence_async_shared()
@@ -425,11 +428,11 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
             (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_0, out_0, bias_tiles, gate_tiles,
                            ready, empty, arrived.index(0), M, N, my_tiles, my_steps,
                            rows_per_gate, stride_gate, stride_residual, 0, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
-                           RESIDUAL, RESIDUAL_TILE, NT, STAGES)),
+                           RESIDUAL, TILE_IN, NT, STAGES)),
             (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_1, out_1, bias_tiles, gate_tiles,
                            ready, empty, arrived.index(1), M, N, my_tiles, my_steps,
                            rows_per_gate, stride_gate, stride_residual, 1, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
-                           RESIDUAL, RESIDUAL_TILE, NT, STAGES)),
+                           RESIDUAL, TILE_IN, NT, STAGES)),
             (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
                          blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
         ], [4, 1], [240, 24])
@@ -468,7 +471,15 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     scratch = None
     if segments == NUM_SEGMENTS:  # the sums of four
         scratch = torch.empty(grid * BLOCK_M * tile.block_n, dtype=torch.float32, device=x.device)
-    residual_tile = segments == 1 and residual is not None and residual.dtype == y.dtype and _takes_tma(residual)
+    rows_per_gate = 1 if gate is None else m // gate.shape[0]
+    gate_kind = 0 if gate is None else 2 if rows_per_gate >= BLOCK_M // 2 else 1
+    tile_in = residual  # comes by TMA while the products run
+    if gate is not None and len(gate) == m and residual is None:
+        tile_in = gate
+    if segments > 1 or tile_in is None or tile_in.dtype != y.dtype or not _takes_tma(tile_in):
+        tile_in = None
+    elif tile_in is gate:
+        gate_kind, gate = 3, None
     pairs = [t for pair in extra for t in pair]
 
     def make() -> tuple[tuple[int, ...], list, dict]:
@@ -477,7 +488,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
         stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
         room = SHARED_BYTES - 1024 - (4 if segments >= 4 else y.element_size()) * BLOCK_M * tile.block_n
-        for rows, values in ((2, bias), (4, gate)):
+        for rows, values in ((2, bias), (4, gate if gate_kind == 2 else None)):
             room -= 0 if values is None else rows * tile.block_n * values.element_size()
         x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
         out_block = [BLOCK_M // 2, tile.block_n]
@@ -486,21 +497,21 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
             others += [_descriptor(h, [BLOCK_M // 2, tile.block_k]), _descriptor(b, w_block)]
         others += [None] * (6 - len(others))
         blocks = [triton.cdiv(h.shape[1], tile.block_k) for h, _ in extra] + [0] * (3 - len(extra))
-        rows_per_gate = 1 if gate is None else m // gate.shape[0]
         arguments = [
             x_arg, w_arg, _descriptor(y, out_block), bias, gate,
-            _descriptor(residual, out_block) if residual_tile and residual is not None else residual, scratch,
+            residual if tile_in is None else _descriptor(tile_in, out_block), scratch,
             *others, m, n, steps, *blocks, rows_per_gate, 0 if gate is None else gate.stride(0),
             0 if residual is None else residual.stride(0)]
         constants = {
-            "EXTRAS": len(extra), "RESIDUAL_TILE": residual_tile, "SEGMENTS": segments, "BLOCK_N": tile.block_n,
+            "EXTRAS": len(extra), "TILE_IN": tile_in is not None, "SEGMENTS": segments, "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "BIAS": epilogue.bias,
             "GELU": epilogue.activation == "gelu_tanh",
-            "GATE": 0 if gate is None else 2 if rows_per_gate >= BLOCK_M // 2 else 1, "RESIDUAL": epilogue.residual,
+            "GATE": gate_kind, "RESIDUAL": epilogue.residual,
             "NT": nt, "STAGES": min(tile.num_stages, room // stage), "num_warps": 4, "enable_fp_fusion": False}
         return (grid,), arguments, constants
 
-    key = (signature(x, w, y, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, tile, residual_tile)
-    pointers = (bias, gate, None if residual_tile else residual, scratch)
-    descriptors = (x, w, y, residual if residual_tile else None, *pairs)
+    key = (signature(x, w, y, bias, gate, residual, tile_in, *pairs), layout, scheme, epilogue, num_sms, tile,
+           gate_kind)
+    pointers = (bias, gate, residual if tile_in is None else None, scratch)
+    descriptors = (x, w, y, tile_in, *pairs)
     launch(_halves_gemm, key, (*pointers, *descriptors), make)

@@ -307,8 +307,9 @@ def _slope(v, OP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, stride_dy, OP: tl.constexpr,
-               BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """One activation, or its derivative times dy, of rows of C elements; outputs are contiguous."""
+               KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of C elements; outputs are contiguous. KIND 0: an activation to y; 1: its derivative times dy to dx; 2: the
+    activation to y and its derivative to dx."""
     row, block = _place(blocks)
     cols = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < C
@@ -317,7 +318,7 @@ def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, 
     if OP == 3:
         up = tl.load(other + row * stride_other + cols, mask, other=0.0).to(tl.float32)
     at = row * C + cols
-    if BACKWARD:
+    if KIND == 1:
         g = tl.load(dy + row * stride_dy + cols, mask, other=0.0).to(tl.float32)
         if OP == 3:
             tl.store(d_other + at, (g * (v * _sigmoid(v))).to(dx.dtype.element_ty), mask)
@@ -325,6 +326,8 @@ def _pointwise(x, other, y, dy, dx, d_other, C, blocks, stride_x, stride_other, 
         tl.store(dx + at, (g * _slope(v, OP)).to(dx.dtype.element_ty), mask)
     else:
         tl.store(y + at, _activation(v, up, OP).to(y.dtype.element_ty), mask)
+        if KIND == 2:
+            tl.store(dx + at, _slope(v, OP).to(dx.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["T", "blocks", "col_blocks"])
@@ -636,15 +639,16 @@ def _launch_pointwise(op: str, x: Tensor, other: Tensor | None, y: Tensor | None
     pointers = (x, other, y, dy, dx, d_other)
 
     def make() -> tuple[tuple[int], list, dict]:
-        block, warps = _point_shape(op, dy is not None)
+        block, warps = _point_shape(op, dx is not None)
         if rows > 1:
             block = min(block, max(128, _pow2(columns)))
         blocks = -(-columns // block)
         strides = [0 if t is None or rows == 1 else t.stride(0) for t in (x, other, dy)]
+        kind = 0 if dx is None else 1 if y is None else 2
         return (blocks * rows,), [*pointers, columns, blocks, *strides], {
-            "OP": OPS[op], "BACKWARD": dy is not None, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
+            "OP": OPS[op], "KIND": kind, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 
-    launch(_pointwise, (signature(x, other, dy), op), pointers, make)
+    launch(_pointwise, (signature(x, other, dy), op, y is None, dx is None), pointers, make)
 
 
 def pointwise(op: str, x: Tensor, other: Tensor | None) -> Tensor:
@@ -652,6 +656,13 @@ def pointwise(op: str, x: Tensor, other: Tensor | None) -> Tensor:
     if y.numel():
         _launch_pointwise(op, x, other, y, None, None, None)
     return y
+
+
+def pointwise_slope(op: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, slope = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if y.numel():
+        _launch_pointwise(op, x, None, y, None, slope, None)
+    return y, slope
 
 
 def pointwise_backward(op: str, dy: Tensor, x: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
