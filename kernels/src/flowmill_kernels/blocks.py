@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attention import attention
 from .elementwise import gelu, gelu_tanh, layer_norm_modulate, qk_norm_rope, qk_norm_rope_pair, rms_norm, silu
 from .functional import KernelOptions, Layer, feed_forward, linear, linears, patch_embed
+from .projected import Stream, projected_attention
 
 Forward = Callable[..., Any]
 _LAYER_NORMS = ("LayerNorm", "FP32LayerNorm")
@@ -132,6 +133,15 @@ def _qkv(options: KernelOptions, x: Tensor, projections: Sequence[nn.Module], no
     return q, k, v
 
 
+def _stream(x: Tensor, to_q: nn.Module | None, to_k: nn.Module, to_v: nn.Module, norm_q: Any, norm_k: Any) -> Stream:
+    """Tokens of one stream without rotary embedding."""
+    eps = 1e-6 if norm_k is None else _norm_eps(norm_k, x.dtype)
+    if norm_q is not None and _norm_eps(norm_q, x.dtype) != eps:
+        raise UnsupportedError(f"query and key norms have different eps, {norm_q.eps} and {norm_k.eps}")
+    return Stream(x, None if to_q is None else layer_of(to_q), layer_of(to_k), layer_of(to_v), _norm_weight(norm_q),
+                  _norm_weight(norm_k), eps)
+
+
 def _attend(options: KernelOptions, q: Any, k: Any, v: Any, lengths: Any = None) -> Any:
     return attention(q, k, v, lengths=lengths, num_sms=options.num_sms, backend=options.backend)
 
@@ -216,19 +226,17 @@ def sd3_block(block: Any, options: KernelOptions, hidden_states: Tensor, encoder
             options, block.norm1_context, active, 6)
     c, text = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
 
-    qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads, None)
-    qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
-                      attn.norm_added_k, attn.heads, None)
-    # The last block returns no text, so its text queries are nobody's.
-    queries = (qi,) if block.context_pre_only else (qi, qt)
-    out = _attend(options, queries, (ki, kt), (vi, vt))
+    # The last block returns no text, so its text asks nothing.
+    out = projected_attention([
+        _stream(x, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k),
+        _stream(c, None if block.context_pre_only else attn.add_q_proj, attn.add_k_proj, attn.add_v_proj,
+                attn.norm_added_q, attn.norm_added_k)], attn.heads, options=options)
     image = linear(out[0].flatten(2), _out(attn), options=options, gate=gate, residual=image)
     if block.use_dual_attention:
         attn2 = block.attn2
         _check_attention(attn2, "JointAttnProcessor2_0")
-        q2, k2, v2 = _qkv(options, x2, (attn2.to_q, attn2.to_k, attn2.to_v), attn2.norm_q, attn2.norm_k,  # type: ignore[arg-type]
-                          attn2.heads, None)
-        out2 = _attend(options, q2, k2, v2)
+        out2, = projected_attention([_stream(x2, attn2.to_q, attn2.to_k, attn2.to_v, attn2.norm_q, attn2.norm_k)],  # type: ignore[arg-type]
+                                    attn2.heads, options=options)
         image = linear(out2.flatten(2), _out(attn2), options=options, gate=gate2, residual=image)
     x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
     image = _feed_forward(options, block.ff, x, gate_mlp, image)

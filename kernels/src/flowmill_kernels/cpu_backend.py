@@ -44,15 +44,29 @@ def finish(total: Tensor, epilogue: Epilogue, bias: Tensor | None, gate: Tensor 
     return total.to(dtype)
 
 
+def _norm_heads(total: Tensor, epilogue: Epilogue, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """RMS norm of every `epilogue.norm` columns in fp32, and its rstd [M, heads]."""
+    by_head = total.unflatten(1, (-1, epilogue.norm))
+    r = torch.rsqrt((halving_sum(by_head * by_head, -1) / epilogue.norm + epilogue.eps).contiguous())
+    return (by_head * r * weight.float()).flatten(1), r[..., 0]
+
+
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
-         gate: Tensor | None, residual: Tensor | None, extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
-    """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y; an fp32 y of fp32 sums stays unrounded."""
+         gate: Tensor | None, residual: Tensor | None, extra: tuple[tuple[Tensor, Tensor], ...] = (),
+         norm: Tensor | None = None, rstd: Tensor | None = None) -> None:
+    """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y, and a norm's rstd; an fp32 y of fp32 sums stays
+    unrounded."""
 
     def by_k(t: Tensor) -> Tensor:
         return (t.T if layout == "nt" else t).float().contiguous()
 
     more = tuple((h.float(), by_k(b)) for h, b in extra)
     total = combine(partial_sums(x.float(), by_k(w), scheme, more).unbind(), scheme.order)
+    if norm is not None and rstd is not None:
+        y_rows, r = _norm_heads(total if bias is None else total + bias.float(), epilogue, norm)
+        rstd.copy_(r)
+        y.copy_(y_rows)
+        return
     y.copy_(finish(total, epilogue, bias, gate, residual, y.dtype))
 
 
@@ -302,6 +316,12 @@ def _weights(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, 
     return p, total
 
 
+def _through_norm(g: Tensor, y: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient behind an RMS norm of heads, all fp32 [B, T, H, D], from the one before it and the norm's result."""
+    w, r = weight.float(), rstd.view(*g.shape[:3], 1)
+    return r * (g * w - (y / w) * (halving_sum(g * y, -1) / g.shape[3]))
+
+
 def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
             lengths: tuple[Tensor | None, ...], causal: bool, scale: float, with_lse: bool
             ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -318,21 +338,33 @@ def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ..
 
 def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
              outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...], causal: bool,
-             scale: float) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(dq, dk, dv): keys' gradients add their queries in order, segment after segment."""
+             scale: float, norms: tuple | None = None
+             ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dq, dk, dv): keys' gradients add their queries in order, segment after segment. With `norms`, (weight, rstd) of
+    every segment for queries and for keys, dq and dk are what lies before these norms."""
     k, v = _joined(ks, lengths), _joined(vs, lengths)
     dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for q, out, dout in zip(qs, outs, douts, strict=True):
+    q_norms, k_norms = (None, None) if norms is None else norms
+    for i, (q, out, dout) in enumerate(zip(qs, outs, douts, strict=True)):
         q32, do = q.float().transpose(1, 2), dout.float().transpose(1, 2)
         p, total = _weights(q32, k, _existing(ks, lengths, q.shape[1], causal), scale)
         p = torch.where(total == 0, 0.0, p / total)
         delta = halving_sum(do * out.float().transpose(1, 2), -1)
         ds = p * (_walk(do, v.transpose(2, 3)) - delta)
-        dqs.append((_walk(ds, k) * scale).transpose(1, 2).to(q.dtype).contiguous())
-        for i in range(q32.shape[2]):
-            dk += ds[..., i, :, None] * q32[..., i, None, :]
-            dv += p[..., i, :, None] * do[..., i, None, :]
+        dq = (_walk(ds, k) * scale).transpose(1, 2)
+        if q_norms is not None:
+            dq = _through_norm(dq, q.float(), *q_norms[i])
+        dqs.append(dq.to(q.dtype).contiguous())
+        for row in range(q32.shape[2]):
+            dk += ds[..., row, :, None] * q32[..., row, None, :]
+            dv += p[..., row, :, None] * do[..., row, None, :]
     sizes = [t.shape[1] for t in ks]
-    dks = tuple(t.transpose(1, 2).to(ks[0].dtype).contiguous() for t in (dk * scale).split(sizes, 2))
+    dks = [t.transpose(1, 2) for t in (dk * scale).split(sizes, 2)]
+    if k_norms is not None:
+        for i, (y, length, (w, r)) in enumerate(zip(k.split(sizes, 2), lengths, k_norms, strict=True)):
+            if length is not None:  # a key that does not exist may have any rstd
+                r = r.masked_fill((torch.arange(sizes[i])[None] >= length[:, None]).view(-1, 1), 0.0)
+            dks[i] = _through_norm(dks[i], y.transpose(1, 2), w, r)
+    dks = tuple(t.to(ks[0].dtype).contiguous() for t in dks)
     dvs = tuple(t.transpose(1, 2).to(ks[0].dtype).contiguous() for t in dv.split(sizes, 2))
     return tuple(dqs), dks, dvs

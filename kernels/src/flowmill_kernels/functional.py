@@ -26,7 +26,7 @@ from .elementwise import (
     multiply,
     scale_by_gate,
 )
-from .gemm import Backend, Mode, gemm_nn, gemm_nt
+from .gemm import Backend, HeadNorm, Mode, gemm_nn, gemm_nt, gemm_nt_normed
 from .schemes import NUM_SEGMENTS, Activation
 
 
@@ -149,10 +149,25 @@ def _down(call: _Call, x: Tensor, adapters: Sequence[Tensor | None], stacked: Te
                    num_sms=options.num_sms, backend=options.backend)
 
 
-def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None, weights: Sequence[Tensor | None]
-             ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
-    """Outputs of all layers, the adapters' hidden rows, the adapters' down projections under each other, and the
-    pre-activation if there is an activation.
+@dataclass(frozen=True)
+class _Done:
+    """What a forward made."""
+
+    outputs: list[Tensor]
+    """One a layer."""
+    hidden: Tensor | None
+    """The adapters' hidden rows, side by side."""
+    stacked: Tensor | None
+    """The adapters' down projections under each other."""
+    pre: Tensor | None
+    """What the activation took, if there is one."""
+    rstds: list[Tensor | None]
+    """[rows, heads] of every layer that ends in a norm."""
+
+
+def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None, weights: Sequence[Tensor | None],
+             norms: Sequence[HeadNorm | None] | None = None) -> _Done:
+    """All layers of one input; `norms`: for each the norm that ends it, or None.
 
     The activation is a pass of its own over the rounded sum, in rollout too: training needs that sum for its backward,
     and fusing it into the product was no faster (kernels/README.md).
@@ -163,7 +178,7 @@ def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | Non
     if any(a is not None for a in adapters):
         stacked = _stack_a(adapters, dtype)
         hidden = _down(call, x, adapters, stacked)
-    outputs, pre = [], None
+    outputs, rstds, pre = [], [], None
     mode = call.mode_for(x.shape[-1])
     common = {"num_sms": options.num_sms, "backend": options.backend}
     fused_gate, fused_residual = (gate, residual) if call.activation == "none" else (None, None)
@@ -173,7 +188,10 @@ def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | Non
         second = None
         if place is not None:
             second = (hidden[..., place], _pad_b(lora_b, dtype))  # type: ignore[index,arg-type]
-        if mode == "consistent" or second is None:
+        rstd = None
+        if norms is not None and (norm := norms[i]) is not None:
+            y, rstd = gemm_nt_normed(x, weight, bias, norm, extra=second, **common)
+        elif mode == "consistent" or second is None:
             y = gemm_nt(x, weight, bias, gate=fused_gate, residual=fused_residual, extra=second, mode=mode, **common)
         else:  # the tree is over K alone, so the adapter's product comes in as a rounded addend
             y = gemm_nt(x, weight, bias, residual=gemm_nt(*second, **common), mode=mode, **common)
@@ -182,7 +200,8 @@ def _forward(call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | Non
             pre = y
             y = _gated(gelu_tanh(pre, backend=options.backend), gate, residual, options)
         outputs.append(y)
-    return outputs, hidden, stacked, pre
+        rstds.append(rstd)
+    return _Done(outputs, hidden, stacked, pre, rstds)
 
 
 def _gated(y: Tensor, gate: Tensor | None, residual: Tensor | None, options: KernelOptions) -> Tensor:
@@ -202,10 +221,10 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, x: Tensor, gate: Tensor | None, residual: Tensor | None,  # type: ignore[override]
                 *weights: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, hidden, stacked, pre = _forward(call, x, gate, residual, weights)
+        done = _forward(call, x, gate, residual, weights)
         ctx.call = call
-        ctx.save_for_backward(x, gate, hidden, stacked, pre, *weights)
-        return tuple(outputs)
+        ctx.save_for_backward(x, gate, done.hidden, done.stacked, done.pre, *weights)
+        return tuple(done.outputs)
 
     @staticmethod
     @once_differentiable
@@ -228,7 +247,7 @@ def _through_gate(call: _Call, x: Tensor, gate: Tensor, dy: Tensor, weights: Seq
     """A gradient behind a layer's gate, and the gate's own if it is needed."""
     d_gate = None
     if need_gate:  # the fused epilogue never wrote what the gate scales, so it is computed once more
-        (y,), _, _, _ = _forward(call, x, None, None, weights)
+        (y,) = _forward(call, x, None, None, weights).outputs
         d_gate = gate_gradient(_samples(dy), _samples(y), backend=call.options.backend).to(gate.dtype)
     return scale_by_gate(dy, gate, backend=call.options.backend), d_gate
 
@@ -321,15 +340,15 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, first: _Call, second: _Call, activation: str, x: Tensor, gate: Tensor | None,  # type: ignore[override]
                 residual: Tensor | None, *weights: Tensor | None) -> Tensor:
-        (u,), hidden, stacked, _ = _forward(first, x, None, None, weights[:_PER_LAYER])
+        one = _forward(first, x, None, None, weights[:_PER_LAYER])
         # What the backward needs of the sum is the slope there, which then goes into the end of a product.
-        h, slope = activation_slope(activation, u, backend=first.options.backend)
-        (y,), hidden_2, stacked_2, _ = _forward(second, h, gate, residual, weights[_PER_LAYER:])
+        h, slope = activation_slope(activation, one.outputs[0], backend=first.options.backend)
+        two = _forward(second, h, gate, residual, weights[_PER_LAYER:])
         need_gate, need_second = ctx.needs_input_grad[4], ctx.needs_input_grad[6 + _PER_LAYER:]
         ctx.first, ctx.second = first, second
-        ctx.save_for_backward(x, h if need_gate or any(need_second) else None, gate, slope, hidden, stacked, hidden_2,
-                              stacked_2, *weights)
-        return y
+        ctx.save_for_backward(x, h if need_gate or any(need_second) else None, gate, slope, one.hidden,
+                              one.stacked, two.hidden, two.stacked, *weights)
+        return two.outputs[0]
 
     @staticmethod
     @once_differentiable
@@ -392,7 +411,7 @@ def linears(x: Tensor, layers: Sequence[Layer], *, options: KernelOptions, activ
     weights = [t for layer in layers for t in (layer.weight, layer.bias, layer.lora_a, layer.lora_b)]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, residual, *weights)):
         return _Linears.apply(call, x, gate, residual, *weights)
-    return tuple(_forward(call, x, gate, residual, weights)[0])
+    return tuple(_forward(call, x, gate, residual, weights).outputs)
 
 
 def linear(x: Tensor, layer: Layer, *, options: KernelOptions, activation: Activation = "none",

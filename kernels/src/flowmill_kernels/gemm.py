@@ -7,6 +7,7 @@ weight gradient; `gemm_nt_partial` and `gemm_nn_partial` are one rank's share fo
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from . import cpu_backend
 from .availability import triton_reason
-from .heuristics import Layout, Tile, spread_segments, tile_for, tree_tile_for
+from .heuristics import Layout, Tile, normed_tile_for, spread_segments, tile_for, tree_tile_for
 from .schemes import NUM_SEGMENTS, Activation, Epilogue, Scheme, consistent_scheme, tp_scheme
 
 Mode = Literal["consistent", "tp_invariant"]
@@ -40,6 +41,25 @@ class Schedule:
     """`auto`: TMA where the GPU and the row lengths allow it, else plain pointers."""
 
 
+NORM_CHANNELS = (16, 32, 64)
+"""Channels of a head whose norm can end a product: whole heads in every tile."""
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The RMS norm of a product's columns, head by head; see `gemm_nt_normed`."""
+
+    weight: Tensor
+    """[D]"""
+    eps: float
+
+
+def ends_in_norm(n: int, k: int, channels: int, mode: Mode) -> bool:
+    """Whether a product [M, n] over k can end in norms of heads of `channels`: by N and K alone, never by rows."""
+    return (mode == "consistent" and channels in NORM_CHANNELS and n % channels == 0
+            and consistent_scheme(n, k).num_segments(k) == 1)
+
+
 def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilogue: Epilogue | None = None,
                      num_sms: int = 132) -> Schedule:
     """The schedule that `gemm_nt` and `gemm_nn` take for m rows, n output columns and contraction length k.
@@ -50,7 +70,10 @@ def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilo
         scheme, tile = tp_scheme(k), tree_tile_for(n, k, m=m)
     elif mode == "consistent":
         scheme = consistent_scheme(n, k)
-        tile = tile_for(n, k, m=m, num_sms=num_sms, gated=epilogue is not None and epilogue.gate)
+        if epilogue is not None and epilogue.norm:
+            tile = normed_tile_for(n, k, m=m, num_sms=num_sms)
+        else:
+            tile = tile_for(n, k, m=m, num_sms=num_sms, gated=epilogue is not None and epilogue.gate)
     else:
         raise ValueError(f"mode must be 'consistent' or 'tp_invariant', got {mode!r}")
     return Schedule(scheme, tile, spread_segments(m, n, scheme.num_segments(k)))
@@ -147,6 +170,17 @@ def _check_extra(name: str, x: Tensor, w: Tensor, layout: Layout, pairs: tuple[P
             raise TypeError(f"{name}: extra is {h.dtype} and {b.dtype}; both must be {x.dtype} like x")
 
 
+def _check_norm(name: str, n: int, k: int, norm: HeadNorm, mode: Mode, schedule: Schedule | None) -> None:
+    if norm.weight.dim() != 1 or not ends_in_norm(n, k, len(norm.weight), mode):
+        raise ValueError(f"{name}: a norm can end a product in mode 'consistent' of one segment (N > 512 or K < 1024) "
+                         f"whose N is whole heads of {', '.join(map(str, NORM_CHANNELS))} channels; got N={n}, K={k}, "
+                         f"a weight {tuple(norm.weight.shape)} and mode {mode!r}")
+    if not (math.isfinite(norm.eps) and norm.eps >= 0):
+        raise ValueError(f"{name}: eps must not be negative, got {norm.eps}")
+    if schedule is not None and not (schedule.tile.split_roles and schedule.scheme.num_segments(k) == 1):
+        raise ValueError(f"{name}: a norm goes with one segment and a tile of split roles, got {schedule}")
+
+
 def _is_rows(t: Tensor) -> bool:
     """Whether t [..., N] is rows of neighbouring elements at one distance, apart from each other: no copy is needed."""
     if t.is_contiguous():
@@ -182,9 +216,11 @@ class _Plan:
 
 def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
           gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None, backend: Backend,
-          schedule: Schedule | None, partial_of: int | None, extra: tuple[Pair, ...]) -> _Plan:
+          schedule: Schedule | None, partial_of: int | None, extra: tuple[Pair, ...], norm: HeadNorm | None) -> _Plan:
     """All checks of a call, and its schedule."""
-    given = tuple(t for t in (x, w, bias, gate, residual, out, *(t for pair in extra for t in pair)) if t is not None)
+    weight = None if norm is None else norm.weight
+    given = tuple(t for t in (x, w, bias, gate, residual, out, weight, *(t for pair in extra for t in pair))
+                  if t is not None)
     chosen = _choose_backend(name, backend, given)
     _check_common(name, x, w, num_sms, chosen)
     _check_operands(name, x, w, layout)
@@ -198,6 +234,9 @@ def _plan(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
     for size in lead:
         m *= size
     epilogue = Epilogue(bias is not None, activation, gate is not None, residual is not None)
+    if norm is not None:
+        _check_norm(name, n, k, norm, mode, schedule)
+        epilogue = dataclasses.replace(epilogue, norm=len(norm.weight), eps=float(norm.eps))
     if schedule is None:
         if partial_of is None:
             # A gate of many rows costs no more registers than a bias; a factor an element comes as a residual does.
@@ -216,28 +255,45 @@ def _gemm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | Non
           backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
           extra: Pair | Sequence[Pair] | None = None) -> Tensor:
     """Shared body of the operators; `partial_of`: the rank count when the fp32 sum of one rank is wanted."""
+    return _gemm_and_norm(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
+                          num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of,
+                          extra=extra)[0]
+
+
+def _gemm_and_norm(name: str, x: Tensor, w: Tensor, layout: Layout, *, bias: Tensor | None, activation: Activation,
+                   gate: Tensor | None, residual: Tensor | None, mode: Mode, num_sms: int, out: Tensor | None,
+                   backend: Backend, schedule: Schedule | None, partial_of: int | None = None,
+                   extra: Pair | Sequence[Pair] | None = None, norm: HeadNorm | None = None
+                   ) -> tuple[Tensor, Tensor | None]:
+    """(result, the norm's rstd [M, N / D] if there is a norm)."""
     pairs: tuple[Pair, ...] = ()
     if extra is not None:
         pairs = (extra,) if isinstance(extra[0], Tensor) else tuple(extra)  # type: ignore[assignment]
 
-    def run() -> Tensor | None:
+    def run() -> tuple[Tensor | None, Tensor | None]:
         plan = _plan(name, x, w, layout, bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
-                     num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of, extra=pairs)
+                     num_sms=num_sms, out=out, backend=backend, schedule=schedule, partial_of=partial_of, extra=pairs,
+                     norm=norm)
+        rstd = None
+        if norm is not None:
+            rstd = torch.empty((plan.m, plan.n // plan.epilogue.norm), dtype=torch.float32, device=x.device)
         y = torch.empty((*x.shape[:-1], plan.n), dtype=plan.dtype, device=x.device) if out is None else out
         if plan.m:
-            _compute(name, plan, x, w, layout, y.view(-1, plan.n), bias, gate, residual, num_sms, pairs)
-        return y if out is None else None
+            _compute(name, plan, x, w, layout, y.view(-1, plan.n), bias, gate, residual, num_sms, pairs, norm, rstd)
+        return y if out is None else None, rstd
 
     with _no_grad():
         if x.is_cuda:
             from .launch import replay
 
             # Checks cost the host more than a launch does, so a call whose shapes have been seen skips all of this.
-            key = (name, layout, activation, mode, num_sms, backend, schedule, partial_of)
-            y = replay(key, (x, w, bias, gate, residual, out, *(t for pair in pairs for t in pair)), run)
+            key = (name, layout, activation, mode, num_sms, backend, schedule, partial_of,
+                   None if norm is None else norm.eps)
+            weight = None if norm is None else norm.weight
+            y, rstd = replay(key, (x, w, bias, gate, residual, out, weight, *(t for pair in pairs for t in pair)), run)
         else:
-            y = run()
-    return y if out is None else out  # type: ignore[return-value]
+            y, rstd = run()
+    return (y if out is None else out), rstd  # type: ignore[return-value]
 
 
 def _no_grad() -> AbstractContextManager:
@@ -245,15 +301,16 @@ def _no_grad() -> AbstractContextManager:
 
 
 def _compute(name: str, plan: _Plan, x: Tensor, w: Tensor, layout: Layout, y: Tensor, bias: Tensor | None,
-             gate: Tensor | None, residual: Tensor | None, num_sms: int, pairs: tuple[Pair, ...]) -> None:
+             gate: Tensor | None, residual: Tensor | None, num_sms: int, pairs: tuple[Pair, ...],
+             norm: HeadNorm | None, rstd: Tensor | None) -> None:
     """Write the result of a checked call to y [M, N]."""
-    schedule = plan.schedule
+    schedule, weight = plan.schedule, None if norm is None else norm.weight
     x2 = _rows(x, plan.k)
     residual2 = None if residual is None else residual.reshape(-1, plan.n)
     if plan.backend == "cpu":
         more = tuple((h.reshape(plan.m, -1), b) for h, b in pairs)
         cpu_backend.gemm(x2, w, y, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias, gate=gate,
-                         residual=residual2, extra=more)
+                         residual=residual2, extra=more, norm=weight, rstd=rstd)
         return
     from . import triton_backend
     from .launch import do_not_replay
@@ -274,7 +331,7 @@ def _compute(name: str, plan: _Plan, x: Tensor, w: Tensor, layout: Layout, y: Te
                          f"and N={plan.n}")
     triton_backend.gemm(x2, w2, y, layout=layout, scheme=schedule.scheme, epilogue=plan.epilogue, bias=bias2,
                         gate=gate2, residual=residual2, num_sms=num_sms, tile=schedule.tile, spread=schedule.spread,
-                        tma=tma, extra=more)
+                        tma=tma, extra=more, norm=weight, rstd=rstd)
 
 
 def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, activation: Activation = "none",
@@ -318,6 +375,30 @@ def gemm_nt(x: Tensor, w: Tensor, bias: Tensor | None = None, *, num_sms: int, a
     """
     return _gemm("gemm_nt", x, w, "nt", bias=bias, activation=activation, gate=gate, residual=residual, mode=mode,
                  num_sms=num_sms, out=out, backend=backend, schedule=schedule, extra=extra)
+
+
+def gemm_nt_normed(x: Tensor, w: Tensor, bias: Tensor | None, norm: HeadNorm, *, num_sms: int,
+                   extra: Pair | Sequence[Pair] | None = None, backend: Backend = "auto",
+                   schedule: Schedule | None = None) -> tuple[Tensor, Tensor]:
+    """`gemm_nt` in mode `consistent`, then the RMS norm of every head of D columns in fp32; rounded once, at the end.
+
+    Queries and keys leave their projection normalised, without a pass of their own. The bits are not those of
+    `gemm_nt` followed by `qk_norm_rope`, which norms the rounded product.
+
+    Args:
+        x, w, bias, num_sms, extra, backend: As in `gemm_nt`.
+        norm: Weight ``[D]``, contiguous, D of 16, 32 or 64 and N whole heads; `ends_in_norm` says for which N and K.
+
+    Returns:
+        ``[..., N]`` of x's dtype, and fp32 ``[rows, N / D]``: what every head was multiplied by, for a backward.
+
+    Guarantees: those of `gemm_nt`.
+    """
+    norm = dataclasses.replace(norm, weight=norm.weight.contiguous())
+    y, rstd = _gemm_and_norm("gemm_nt_normed", x, w, "nt", bias=bias, activation="none", gate=None, residual=None,
+                             mode="consistent", num_sms=num_sms, out=None, backend=backend, schedule=schedule,
+                             extra=extra, norm=norm)
+    return y, rstd  # type: ignore[return-value]
 
 
 def gemm_nn(dy: Tensor, w: Tensor, *, num_sms: int, gate: Tensor | None = None, residual: Tensor | None = None,

@@ -204,6 +204,22 @@ def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_t
 
 
 @gluon.jit
+def _norm_heads(acc, weight_row, rstd, row, col, M, N, eps, layout: gl.constexpr, BLOCK_N: gl.constexpr,
+                D: gl.constexpr):
+    """RMS norm of every D columns of 64 rows; rstd [M, N / D] is written. A head's columns lie in four threads."""
+    HEADS: gl.constexpr = BLOCK_N // D
+    by_head = acc.reshape([64, HEADS, D])
+    r = gl.rsqrt(gl.sum(by_head * by_head, 2) / D + eps)
+    rows = (row + gl.arange(0, 64, gl.SliceLayout(1, r.type.layout))).to(gl.int64)
+    heads = col // D + gl.arange(0, HEADS, gl.SliceLayout(0, r.type.layout))
+    per_row = N // D
+    gl.store(rstd + (gl.expand_dims(rows * per_row, 1) + gl.expand_dims(heads, 0)), r,
+             gl.expand_dims(rows < M, 1) & gl.expand_dims(heads < per_row, 0))
+    acc = gl.convert_layout((by_head * gl.expand_dims(r, 2)).reshape([64, BLOCK_N]), layout)
+    return acc * gl.expand_dims(weight_row.to(gl.float32), 0)
+
+
+@gluon.jit
 def _four_at(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
     """Where the values of a tile wait in device memory: every thread's own together, threads side by side.
 
@@ -226,11 +242,12 @@ def _four_load(four, layout: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, bias_tiles, gate_tiles, ready, empty,
-                arrived, M, N, my_tiles, steps, rows_per_gate, stride_gate, stride_residual, HALF: gl.constexpr,
+def _sum_halves(y, bias, gate, residual, norm, rstd, a_tiles, b_tiles, two_tile, out_tile, bias_tiles, gate_tiles,
+                norm_tiles, ready, empty, arrived, M, N, my_tiles, steps, rows_per_gate, eps, stride_gate,
+                stride_residual, HALF: gl.constexpr,
                 SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BIAS: gl.constexpr,
-                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, TILE_IN: gl.constexpr,
-                NT: gl.constexpr, STAGES: gl.constexpr):
+                GELU: gl.constexpr, GATE: gl.constexpr, RESIDUAL: gl.constexpr, NORM: gl.constexpr,
+                TILE_IN: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """Four warps: 64 rows of every tile of this program, up to 4 segments, the epilogue and the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, BLOCK_N, 16])
@@ -248,6 +265,8 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
             first, second = _gate_rows(row, M, rows_per_gate)
             gate_tiles.index(2 * HALF).store(_column_values(gate + first * stride_gate, col, N, across, BLOCK_N))
             gate_tiles.index(2 * HALF + 1).store(_column_values(gate + second * stride_gate, col, N, across, BLOCK_N))
+        if NORM:
+            norm_tiles.index(HALF).store(gl.load(norm + (col + gl.arange(0, BLOCK_N, across)) % NORM))
         if TILE_IN:  # into the memory that the result leaves by, once the last result has left
             tma.store_wait(0)
             mbarrier.expect(arrived, residual.block_type.nbytes)
@@ -279,6 +298,9 @@ def _sum_halves(y, bias, gate, residual, a_tiles, b_tiles, two_tile, out_tile, b
             gate_two = gate_tiles.index(2 * HALF + 1).load(columns)
         part = _epilogue(part, row, col, bias_row, gate_one, gate_two, gate, residual, out_tile, M, N, rows_per_gate,
                          stride_gate, stride_residual, layout, 64, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, TILE_IN)
+        if NORM:
+            part = _norm_heads(part, norm_tiles.index(HALF).load(columns), rstd, row, col, M, N, eps, layout, BLOCK_N,
+                               NORM)
         if SEGMENTS < 4 and not TILE_IN:
             tma.store_wait(0)
         out_tile.store(part.to(y.dtype))
@@ -364,11 +386,11 @@ def _make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "blocks_0", "blocks_1", "blocks_2", "rows_per_gate"])
-def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0, blocks_1,
-                 blocks_2, rows_per_gate, stride_gate, stride_residual, EXTRAS: gl.constexpr,
+def _halves_gemm(x, w, y, bias, gate, residual, scratch, norm, rstd, h0, b0, h1, b1, h2, b2, M, N, steps, blocks_0,
+                 blocks_1, blocks_2, rows_per_gate, eps, stride_gate, stride_residual, EXTRAS: gl.constexpr,
                  TILE_IN: gl.constexpr, SEGMENTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
                  GROUP_M: gl.constexpr, BIAS: gl.constexpr, GELU: gl.constexpr, GATE: gl.constexpr,
-                 RESIDUAL: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
+                 RESIDUAL: gl.constexpr, NORM: gl.constexpr, NT: gl.constexpr, STAGES: gl.constexpr):
     """One pass over K in SEGMENTS segments of `steps` blocks of 64; a program walks tiles in steps of the grid."""
     a_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK_K], x.layout)
     b_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
@@ -406,12 +428,14 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
         for i in gl.static_range(2):
             mbarrier.init(arrived.index(i), count=1)
         fence_async_shared()
-    # For each half: the bias of its columns, and two gate rows.
+    # For each half: the bias of its columns, two gate rows, and the weights of a norm.
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bias_tiles = gl.allocate_shared_memory(bias.dtype.element_ty if BIAS else y.dtype, [2, BLOCK_N if BIAS else 1],
                                            row_layout)
     gate_tiles = gl.allocate_shared_memory(gate.dtype.element_ty if GATE == 2 else y.dtype,
                                            [4, BLOCK_N if GATE == 2 else 1], row_layout)
+    norm_tiles = gl.allocate_shared_memory(norm.dtype.element_ty if NORM else y.dtype, [2, BLOCK_N if NORM else 1],
+                                           row_layout)
     if SEGMENTS == 8:
         gl.warp_specialize([
             (_sum_trees, (y, bias, gate, residual, scratch, a_tiles, b_tiles, two_0, out_0, ready, empty, M, N,
@@ -425,14 +449,14 @@ def _halves_gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2,
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_0, out_0, bias_tiles, gate_tiles,
-                           ready, empty, arrived.index(0), M, N, my_tiles, my_steps,
-                           rows_per_gate, stride_gate, stride_residual, 0, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
-                           RESIDUAL, TILE_IN, NT, STAGES)),
-            (_sum_halves, (y, bias, gate, residual, a_tiles, b_tiles, two_1, out_1, bias_tiles, gate_tiles,
-                           ready, empty, arrived.index(1), M, N, my_tiles, my_steps,
-                           rows_per_gate, stride_gate, stride_residual, 1, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE,
-                           RESIDUAL, TILE_IN, NT, STAGES)),
+            (_sum_halves, (y, bias, gate, residual, norm, rstd, a_tiles, b_tiles, two_0, out_0, bias_tiles, gate_tiles,
+                           norm_tiles, ready, empty, arrived.index(0), M, N, my_tiles, my_steps, rows_per_gate, eps,
+                           stride_gate, stride_residual, 0, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL,
+                           NORM, TILE_IN, NT, STAGES)),
+            (_sum_halves, (y, bias, gate, residual, norm, rstd, a_tiles, b_tiles, two_1, out_1, bias_tiles, gate_tiles,
+                           norm_tiles, ready, empty, arrived.index(1), M, N, my_tiles, my_steps, rows_per_gate, eps,
+                           stride_gate, stride_residual, 1, SEGMENTS, BLOCK_N, GROUP_M, BIAS, GELU, GATE, RESIDUAL,
+                           NORM, TILE_IN, NT, STAGES)),
             (_load_all, (x, w, h0, b0, h1, b1, h2, b2, a_tiles, b_tiles, ready, empty, M, N, my_tiles, SEGMENTS * steps,
                          blocks_0, blocks_1, blocks_2, EXTRAS, BLOCK_N, BLOCK_K, GROUP_M, NT, STAGES)),
         ], [4, 1], [240, 24])
@@ -463,8 +487,9 @@ def _takes_tma(t: Tensor) -> bool:
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
          gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile,
-         extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
-    """As the Triton back end's `gemm`; operands must suit TMA, and `takes` must hold. `extra` wants one segment."""
+         extra: tuple[tuple[Tensor, Tensor], ...] = (), norm: Tensor | None = None, rstd: Tensor | None = None) -> None:
+    """As the Triton back end's `gemm`; operands must suit TMA, and `takes` must hold. `extra` and a norm want one
+    segment."""
     (m, k), n = x.shape, y.shape[1]
     segments = scheme.num_segments(k)
     grid = min(num_sms, -(-m // BLOCK_M) * -(-n // tile.block_n))
@@ -488,7 +513,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         w_block = [tile.block_n, tile.block_k] if nt else [tile.block_k, tile.block_n]
         stage = x.element_size() * (BLOCK_M + tile.block_n) * tile.block_k
         room = SHARED_BYTES - 1024 - (4 if segments >= 4 else y.element_size()) * BLOCK_M * tile.block_n
-        for rows, values in ((2, bias), (4, gate if gate_kind == 2 else None)):
+        for rows, values in ((2, bias), (4, gate if gate_kind == 2 else None), (2, norm)):
             room -= 0 if values is None else rows * tile.block_n * values.element_size()
         x_arg, w_arg = _descriptor(x, [BLOCK_M // 2, tile.block_k]), _descriptor(w, w_block)
         out_block = [BLOCK_M // 2, tile.block_n]
@@ -499,19 +524,19 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         blocks = [triton.cdiv(h.shape[1], tile.block_k) for h, _ in extra] + [0] * (3 - len(extra))
         arguments = [
             x_arg, w_arg, _descriptor(y, out_block), bias, gate,
-            residual if tile_in is None else _descriptor(tile_in, out_block), scratch,
-            *others, m, n, steps, *blocks, rows_per_gate, 0 if gate is None else gate.stride(0),
+            residual if tile_in is None else _descriptor(tile_in, out_block), scratch, norm, rstd,
+            *others, m, n, steps, *blocks, rows_per_gate, epilogue.eps, 0 if gate is None else gate.stride(0),
             0 if residual is None else residual.stride(0)]
         constants = {
             "EXTRAS": len(extra), "TILE_IN": tile_in is not None, "SEGMENTS": segments, "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m, "BIAS": epilogue.bias,
             "GELU": epilogue.activation == "gelu_tanh",
-            "GATE": gate_kind, "RESIDUAL": epilogue.residual,
+            "GATE": gate_kind, "RESIDUAL": epilogue.residual, "NORM": epilogue.norm,
             "NT": nt, "STAGES": min(tile.num_stages, room // stage), "num_warps": 4, "enable_fp_fusion": False}
         return (grid,), arguments, constants
 
-    key = (signature(x, w, y, bias, gate, residual, tile_in, *pairs), layout, scheme, epilogue, num_sms, tile,
+    key = (signature(x, w, y, bias, gate, residual, tile_in, norm, *pairs), layout, scheme, epilogue, num_sms, tile,
            gate_kind)
-    pointers = (bias, gate, residual if tile_in is None else None, scratch)
+    pointers = (bias, gate, residual if tile_in is None else None, scratch, norm, rstd)
     descriptors = (x, w, y, tile_in, *pairs)
     launch(_halves_gemm, key, (*pointers, *descriptors), make)

@@ -49,6 +49,10 @@ class Epilogue:
     activation: Activation = "none"
     gate: bool = False
     residual: bool = False
+    norm: int = 0
+    """Channels of a head whose RMS norm ends the epilogue, still in fp32; 0: no norm. With a bias at most."""
+    eps: float = 0.0
+    """The norm's."""
 
 
 def serial_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:

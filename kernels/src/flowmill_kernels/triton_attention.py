@@ -22,6 +22,8 @@ from .launch import launch, signature
 from .triton_backend import hopper_kernels, uses_tma
 
 LOG2_E = 1.4426950408889634
+Norms = tuple[tuple[Tensor, Tensor], ...]
+"""(weight [D], rstd [B * T, H] fp32) of every segment."""
 
 
 @triton.jit
@@ -146,6 +148,16 @@ def _delta(out, dout, delta, heads, tokens, dims, M: tl.constexpr, D: tl.constex
 
 
 @triton.jit
+def _through_norm(g, y, weight, rstd, at, inside, dims, D: tl.constexpr):
+    """The gradient behind rows' RMS norm from g, the one before it, and what the norm gave, y = x * rstd * weight."""
+    cols = tl.arange(0, D)
+    w = tl.load(weight + cols, cols < dims, other=1.0).to(tl.float32)[None, :]
+    r = tl.load(rstd + at, inside, other=0.0)[:, None]
+    y = y.to(tl.float32)
+    return r * (g * w - (y / w) * (tl.sum(g * y, 1) / dims)[:, None])
+
+
+@triton.jit
 def _key_step(kb, vb, q, dout, lse, delta, dk, dv, scale, keep, MASK: tl.constexpr):
     """What one block of queries adds to the gradients of a block of keys."""
     s = tl.dot(kb, tl.trans(q))
@@ -193,11 +205,14 @@ def _over_queries(kb, vb, q_desc, do_desc, q, dout, lse, delta, stride_q, tq, ba
 
 @triton.jit
 def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
-                   dk0, dv0, dk1, dv1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
+                   dk0, dv0, dk1, dv1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims,
+                   scale, softmax_scale,
                    sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
                    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-                   LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
-    """dk and dv of N keys of one head of one sample: all its queries in order."""
+                   LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
+                   TMA: tl.constexpr):
+    """dk and dv of N keys of one head of one sample: all its queries in order. With NORM, dk is what lies before the
+    keys' norm."""
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -207,11 +222,15 @@ def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0,
     stride_v = sv0
     dk_out = dk0
     dv_out = dv0
+    norm = norm0
+    rstd = rstd0
     tk = tk0
     length = _length(len0, sample, tk0, LEN0)
     if TWO_K:  # noqa: SIM102
         if tile >= tiles0:
             tile = tile - tiles0
+            norm = norm1
+            rstd = rstd1
             k = k1 + head * sk1h
             v = v1 + head * sv1h
             stride_k = sk1
@@ -238,9 +257,14 @@ def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0,
     cols = tl.arange(0, D)
     # Keys behind the sample's length take part in nothing.
     exists = (rows < length)[:, None]
-    at = ((sample.to(tl.int64) * tk + rows)[:, None] * heads + head) * dims + cols[None, :]
+    at_row = (sample.to(tl.int64) * tk + rows) * heads + head
+    at = at_row[:, None] * dims + cols[None, :]
     inside = (rows < tk)[:, None] & (cols < dims)[None, :]
-    tl.store(dk_out + at, tl.where(exists, dk * softmax_scale, 0.0).to(dk_out.dtype.element_ty), inside)
+    dk = dk * softmax_scale
+    if NORM:
+        yb = _block(k, k, stride_k, sample * tk, first, 0, length, dims, N, D, False)
+        dk = _through_norm(dk, yb, norm, rstd, at_row, rows < length, dims, D)
+    tl.store(dk_out + at, tl.where(exists, dk, 0.0).to(dk_out.dtype.element_ty), inside)
     tl.store(dv_out + at, tl.where(exists, dv, 0.0).to(dv_out.dtype.element_ty), inside)
 
 
@@ -282,11 +306,14 @@ def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq
 
 @triton.jit
 def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
-                      dq0, dq1, out0, out1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims, scale, softmax_scale,
+                      dq0, dq1, out0, out1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1,
+                      dims, scale, softmax_scale,
                       sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
                       M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-                      LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr):
-    """dq of M queries of one head of one sample: all its keys in order. Also writes their deltas, as `_delta` does."""
+                      LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
+                      TMA: tl.constexpr):
+    """dq of M queries of one head of one sample: all its keys in order. Also writes their deltas, as `_delta` does.
+    With NORM, dq is what lies before the queries' norm."""
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -297,10 +324,14 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
     out = out0
     lse = lse0
     delta = delta0
+    norm = norm0
+    rstd = rstd0
     tq = tq0
     if TWO_Q:  # noqa: SIM102
         if tile >= tiles0:
             tile = tile - tiles0
+            norm = norm1
+            rstd = rstd1
             q = q1 + head * sq1h
             stride_q = sq1
             dout = do1
@@ -327,8 +358,12 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
         dq = _over_keys(qb, ob, row_lse, row_delta, k1_desc, v1_desc, k1, v1, sk1, sv1, dq, first,
                         _length(len1, sample, tk1, LEN1), sample * tk1, head * sk1h, head * sv1h, dims, 0, scale, M, N,
                         D, False, TMA)
-    at = ((sample.to(tl.int64) * tq + rows)[:, None] * heads + head) * dims + cols[None, :]
-    tl.store(dq_out + at, (dq * softmax_scale).to(dq_out.dtype.element_ty),
+    at_out = (sample.to(tl.int64) * tq + rows) * heads + head
+    dq = dq * softmax_scale
+    if NORM:
+        yb = _block(q, q, stride_q, sample * tq, first, 0, tq, dims, M, D, False)
+        dq = _through_norm(dq, yb, norm, rstd, at_out, rows < tq, dims, D)
+    tl.store(dq_out + at_out[:, None] * dims + cols[None, :], dq.to(dq_out.dtype.element_ty),
              (rows < tq)[:, None] & (cols < dims)[None, :])
 
 
@@ -428,8 +463,13 @@ def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ..
 
 def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ...],
              outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], lengths: tuple[Tensor | None, ...], causal: bool,
-             scale: float, num_sms: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(dq, dk, dv), contiguous, from contiguous douts."""
+             scale: float, num_sms: int, norms: tuple[Norms, Norms] | None = None
+             ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dq, dk, dv), contiguous, from contiguous douts.
+
+    norms: For queries and for keys, (weight [D], rstd [B * T, H] fp32) of every segment: dq and dk are then what lies
+        before these norms. For heads without a backward in Gluon.
+    """
     batch, _, heads, dims = qs[0].shape
     dqs, dks, dvs = (tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in ts) for ts in (qs, ks, vs))
     if sum(q.numel() for q in qs) == 0:
@@ -438,7 +478,7 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
         return dqs, dks, dvs
     padded = max(16, triton.next_power_of_2(dims))
     deltas = tuple(torch.empty_like(lse) for lse in lses)
-    if (special := _specialized(qs[0].device)) is not None and dims in special.BACKWARD_KEYS:
+    if norms is None and (special := _specialized(qs[0].device)) is not None and dims in special.BACKWARD_KEYS:
         for out, dout, delta in zip(outs, douts, deltas, strict=True):
             if out.numel():
                 tokens = out.shape[1]
@@ -455,30 +495,35 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
     shared = (q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1)
 
     def run(kernel, table: dict, outputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], over: tuple[Tensor, ...],
-            tile: int) -> None:
+            tile: int, through: Norms | None) -> None:
         """One of the two kernels: programs over `over` in tiles, blocks of `walked` one after the other."""
         sizes = _sizes(table, padded)
         tma = _all_tma(walked, padded)
         tiles = [-(-t.shape[1] // sizes[tile]) for t in over]
+        ends: tuple[Tensor | None, ...] = (None,) * 4
+        if through is not None:
+            (w0, r0), (w1, r1) = through[0], through[-1]
+            ends = (w0, w1, r0, r1)
 
         def make() -> tuple[tuple[int, ...], list, dict]:
             m, n, warps, stages = sizes
             arguments = [
-                *_descriptors(walked, sizes[1 - tile], tma), *shared, *outputs, len0, len1, heads, tiles[0],
+                *_descriptors(walked, sizes[1 - tile], tma), *shared, *outputs, *ends, len0, len1, heads, tiles[0],
                 q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E, scale,
                 q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1), k0.stride(2), v0.stride(1),
                 v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2)]
             constants = {"M": m, "N": n, "D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None,
-                         "LEN1": len1 is not None, "CAUSAL": causal, "TMA": tma, "num_warps": warps,
-                         "num_stages": stages, "enable_fp_fusion": False}
+                         "LEN1": len1 is not None, "CAUSAL": causal, "NORM": through is not None, "TMA": tma,
+                         "num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
             return (sum(tiles), batch * heads), arguments, constants
 
         if sum(tiles):
-            pointers = (*shared, *outputs, len0, len1)
+            pointers = (*shared, *outputs, *ends, len0, len1)
             launch(kernel, (signature(*pointers), two_q, two_k, causal, scale, sizes, tma),
                    (*pointers, *(walked if tma else ())), make)
 
     # Queries first: that kernel writes the deltas that the other one reads.
-    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1], outs[0], outs[-1]), (k0, v0, k1, v1), qs, 0)
-    run(_backward_keys, BACKWARD_KEYS, (dks[0], dvs[0], dks[-1], dvs[-1]), (q0, do0, q1, do1), ks, 1)
+    q_norms, k_norms = (None, None) if norms is None else norms
+    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1], outs[0], outs[-1]), (k0, v0, k1, v1), qs, 0, q_norms)
+    run(_backward_keys, BACKWARD_KEYS, (dks[0], dvs[0], dks[-1], dvs[-1]), (q0, do0, q1, do1), ks, 1, k_norms)
     return dqs, dks, dvs

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .heuristics import Layout, Tile
+from .heuristics import MEDIUM_SPLIT, Layout, Tile
 from .launch import do_not_replay, launch, signature
 from .schemes import Epilogue, Scheme
 
@@ -111,6 +111,20 @@ def _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_g
 
 
 @triton.jit
+def _norm_heads(acc, weight, rstd, row, col, M, N, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """RMS norm of every D columns; rstd [M, N / D] is written."""
+    HEADS: tl.constexpr = BLOCK_N // D
+    by_head = tl.reshape(acc, (BLOCK_M, HEADS, D))
+    r = tl.rsqrt(tl.sum(by_head * by_head, 2) / D + eps)
+    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    heads = col // D + tl.arange(0, HEADS)
+    per_row = N // D
+    tl.store(rstd + (rows * per_row)[:, None] + heads[None, :], r, (rows < M)[:, None] & (heads < per_row)[None, :])
+    weights = tl.load(weight + (col + tl.arange(0, BLOCK_N)) % D).to(tl.float32)
+    return tl.reshape(by_head * r[:, :, None], (BLOCK_M, BLOCK_N)) * weights[None, :]
+
+
+@triton.jit
 def _store(y, acc, row, col, M, N, stride_y, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OUT: tl.constexpr,
            TMA: tl.constexpr):
     """Round once and write what lies inside of y."""
@@ -188,13 +202,13 @@ def _finish(total, y, row, col, bias, gate, residual, M, N, rows_per_gate, strid
 
 
 @triton.jit(do_not_specialize=["M", "steps", "R0", "R1", "R2", "rows_per_gate"])
-def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps, rows_per_gate,
-          stride_xm, stride_wr, stride_y, stride_gate, stride_residual, sh0, sb0, sh1, sb1, sh2, sb2,
-          EXTRAS: tl.constexpr,
+def _gemm(x, w, y, bias, gate, residual, scratch, norm, rstd, h0, b0, h1, b1, h2, b2, M, N, K, R0, R1, R2, steps,
+          rows_per_gate, eps, stride_xm, stride_wr, stride_y, stride_gate, stride_residual, sh0, sb0, sh1, sb1, sh2,
+          sb2, EXTRAS: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
           SEGMENTS: tl.constexpr, TREE: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-          GATE: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr, NT: tl.constexpr,
-          OUT: tl.constexpr, TMA: tl.constexpr):
+          GATE: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr,
+          NT: tl.constexpr, OUT: tl.constexpr, TMA: tl.constexpr):
     """One pass: a program sums all of K for its tiles. `steps` K blocks make a segment; the last may be shorter."""
     blocks_k = tl.cdiv(K, BLOCK_K)
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -209,8 +223,14 @@ def _gemm(x, w, y, bias, gate, residual, scratch, h0, b0, h1, b1, h2, b2, M, N, 
             if EXTRAS:
                 acc = _add_extras(acc, h0, b0, h1, b1, h2, b2, row, col, M, N, R0, R1, R2, sh0, sb0, sh1, sb1, sh2,
                                   sb2, EXTRAS, BLOCK_M, BLOCK_N, BLOCK_K, NT, TMA)
-            _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
-                    stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
+            if NORM:
+                acc = _epilogue(acc, row, col, bias, gate, residual, M, N, rows_per_gate, stride_gate, stride_residual,
+                                BLOCK_M, BLOCK_N, BIAS, False, False, False, OUT)
+                acc = _norm_heads(acc, norm, rstd, row, col, M, N, eps, BLOCK_M, BLOCK_N, NORM)
+                _store(y, acc, row, col, M, N, stride_y, BLOCK_M, BLOCK_N, OUT, TMA)
+            else:
+                _finish(acc, y, row, col, bias, gate, residual, M, N, rows_per_gate, stride_y, stride_gate,
+                        stride_residual, BLOCK_M, BLOCK_N, BIAS, GELU, GATE, RESIDUAL, PARTS, OUT, TMA)
     else:
         mine = scratch
         if TREE and LEVELS < 3:
@@ -414,9 +434,10 @@ def _epilogue_args(epilogue: Epilogue, gate: Tensor | None, residual: Tensor | N
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epilogue: Epilogue, bias: Tensor | None,
          gate: Tensor | None, residual: Tensor | None, num_sms: int, tile: Tile, spread: bool, tma: bool,
-         extra: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
+         extra: tuple[tuple[Tensor, Tensor], ...] = (), norm: Tensor | None = None, rstd: Tensor | None = None) -> None:
     """Write epilogue(x @ w.T) (`nt`) or epilogue(x @ w) (`nn`) to y [M, N]; all rows have unit stride.
 
+    With a norm in the epilogue (one segment alone), its weight is `norm` [D], and rstd [M, N / D] fp32 is written too.
     y of fp32 holds the sum unrounded. A row stride of y, gate and residual is free; operands' too unless `tma`.
     """
     (m, k), n = x.shape, y.shape[1]
@@ -424,8 +445,10 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
     if (tile.split_roles and not spread and tma and stores_by_tma(y) and (hopper := hopper_kernels(x.device))
             and hopper.takes(y, scheme, k, tile)):
         hopper.gemm(x, w, y, layout=layout, scheme=scheme, epilogue=epilogue, bias=bias, gate=gate, residual=residual,
-                    num_sms=num_sms, tile=tile, extra=extra)
+                    num_sms=num_sms, tile=tile, extra=extra, norm=norm, rstd=rstd)
         return
+    if epilogue.norm:  # one tile for all: another layout may add a head's squares in another order
+        tile = MEDIUM_SPLIT
     given, tile = tile, _fit(tile, epilogue.gate or epilogue.residual, x.device)
     num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
     programs = num_sms * tile.programs_per_sm
@@ -474,18 +497,21 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, *, layout: Layout, scheme: Scheme, epi
         values, switches = _epilogue_args(epilogue, gate, residual, m)
         target = operand(y_arg, [tile.block_m, tile.block_n // tile.epilogue_parts])
         constants |= switches | {
-            "TREE": tree, "LEVELS": tile.register_levels, "PARTS": tile.epilogue_parts, "OUT": _TL_DTYPE[y.dtype],
+            "TREE": tree, "NORM": epilogue.norm, "LEVELS": tile.register_levels, "PARTS": tile.epilogue_parts,
+            "OUT": _TL_DTYPE[y.dtype],
             "FLATTEN": tile.flatten and not extra}  # a loop of two loops cannot be flattened
-        arguments = [x_arg, w_arg, target, bias, gate, residual, scratch, *others, m, n, k, *ranks, steps,
-                     values["rows_per_gate"], x.stride(0), w.stride(0), y_arg.stride(0), values["stride_gate"],
-                     values["stride_residual"], *strides]
+        arguments = [x_arg, w_arg, target, bias, gate, residual, scratch, norm, rstd, *others, m, n, k, *ranks, steps,
+                     values["rows_per_gate"], epilogue.eps, x.stride(0), w.stride(0), y_arg.stride(0),
+                     values["stride_gate"], values["stride_residual"], *strides]
         return (grid,), arguments, constants
 
-    key = (signature(x, w, y_arg, bias, gate, residual, *pairs), layout, scheme, epilogue, num_sms, given, spread, tma)
+    key = (signature(x, w, y_arg, bias, gate, residual, norm, *pairs), layout, scheme, epilogue, num_sms, given, spread,
+           tma)
     operands = (x, w, *(() if spread else (y_arg,)), *pairs)
-    pointers = (scratch,) if spread else (bias, gate, residual, scratch)
+    pointers = (scratch,) if spread else (bias, gate, residual, scratch, norm, rstd)
     if not tma:  # everything is a pointer, in the kernel's order
-        pointers = (x, w, scratch, *pairs) if spread else (x, w, y_arg, bias, gate, residual, scratch, *pairs)
+        pointers = (x, w, scratch, *pairs) if spread else (x, w, y_arg, bias, gate, residual, scratch, norm, rstd,
+                                                          *pairs)
         operands = ()
     launch(_gemm_segments if spread else _gemm, key, (*pointers, *operands), make)
     if spread:
