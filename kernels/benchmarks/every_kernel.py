@@ -41,6 +41,7 @@ def main() -> None:
     products_in_one_sum(x, w, bias, residual)
     rows_and_elements()
     attention_both_ways()
+    norms_around_attention()
     adapters()
     torch.cuda.synchronize()
     print("every kernel ran")
@@ -60,6 +61,10 @@ def products_in_one_sum(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, re
     fk.gemm_nt(x, w, bias, extra=(h, b), num_sms=2)
     factor = torch.randn_like(x)
     for name, tile in CATALOGUE.items():
+        if tile.split_roles:
+            fk.gemm_nt_normed(x[:, :512], w[:256, :512], None, fk.HeadNorm(bias[:64].contiguous(), 1e-6), num_sms=2,
+                              schedule=dataclasses.replace(fk.gemm_nt_schedule(m, 256, 512), tile=tile, spread=False))
+            print("norms", name, flush=True)
         turned = dataclasses.replace(fk.gemm_nt_schedule(m, x.shape[1], n), tile=tile, spread=False)
         fk.gemm_nn(residual, w, gate=factor, num_sms=2, schedule=turned)
         print("a factor an element", name, flush=True)
@@ -101,6 +106,19 @@ def attention_both_ways() -> None:
                 fk.attention(leaf(70), leaf(33), leaf(33), num_sms=2)]
         torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
         print("attention", dims, flush=True)
+
+
+def norms_around_attention() -> None:
+    """Projections that end in norms, and attention's backward that ends before them."""
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    norms = [torch.ones(64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    streams = [fk.Stream(leaf(2, tokens, 192), *(fk.Layer(leaf(128, 192)) for _ in range(3)), *norms)
+               for tokens in (130, 33)]
+    outs = fk.projected_attention(streams, 2, options=fk.KernelOptions("consistent", 2))
+    torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
+    print("norms around attention", flush=True)
 
 
 def adapters() -> None:

@@ -25,21 +25,32 @@ from .elementwise import (
     timestep_embedding,
 )
 from .functional import KernelOptions, Layer, feed_forward, linear, linears, merged, patch_embed
-from .gemm import Schedule, gemm_nn, gemm_nn_partial, gemm_nt, gemm_nt_partial, gemm_nt_schedule, wgrad
+from .gemm import (
+    HeadNorm,
+    Schedule,
+    gemm_nn,
+    gemm_nn_partial,
+    gemm_nt,
+    gemm_nt_normed,
+    gemm_nt_partial,
+    gemm_nt_schedule,
+    wgrad,
+)
 from .gradients import LeafPlan, LeafSum, add_leaves, all_reduce_leaves, leaf_sum, wgrad_leaves
 from .graph import MicroBatchGraph
 from .guarantees import GUARANTEES, Guarantees
 from .numeric import assert_bitwise_equal, relative_frobenius_error
+from .projected import Stream, projected_attention
 from .schemes import NUM_SEGMENTS, Epilogue, Scheme
 from .tensor_parallel import combine_partials, head_range, segment_range
 
 __all__ = [
-    "GUARANTEES", "NUM_SEGMENTS", "AppliedKernels", "Epilogue", "GradientLeaves", "Guarantees", "KernelOptions",
-    "Layer", "LeafPlan", "LeafSum", "MicroBatchGraph", "Replacement", "Schedule", "Scheme", "UnsupportedError",
-    "add_leaves", "all_reduce_leaves", "apply_kernels", "assert_bitwise_equal", "attention", "combine_partials",
-    "feed_forward", "gated_residual", "gelu", "gelu_tanh", "gemm_nn", "gemm_nn_partial", "gemm_nt", "gemm_nt_partial",
-    "gemm_nt_schedule", "head_range", "layer_norm_modulate", "leaf_sum", "linear", "linears", "log_softmax", "mean",
-    "merged", "patch_embed", "qk_norm_rope", "qk_norm_rope_pair", "relative_frobenius_error", "remove_kernels",
-    "rms_norm", "segment_range", "silu", "swiglu", "timestep_embedding", "unavailable_reason", "wgrad",
-    "wgrad_leaves",
+    "GUARANTEES", "NUM_SEGMENTS", "AppliedKernels", "Epilogue", "GradientLeaves", "Guarantees", "HeadNorm",
+    "KernelOptions", "Layer", "LeafPlan", "LeafSum", "MicroBatchGraph", "Replacement", "Schedule", "Scheme", "Stream",
+    "UnsupportedError", "add_leaves", "all_reduce_leaves", "apply_kernels", "assert_bitwise_equal", "attention",
+    "combine_partials", "feed_forward", "gated_residual", "gelu", "gelu_tanh", "gemm_nn", "gemm_nn_partial", "gemm_nt",
+    "gemm_nt_normed", "gemm_nt_partial", "gemm_nt_schedule", "head_range", "layer_norm_modulate", "leaf_sum", "linear",
+    "linears", "log_softmax", "mean", "merged", "patch_embed", "projected_attention", "qk_norm_rope",
+    "qk_norm_rope_pair", "relative_frobenius_error", "remove_kernels", "rms_norm", "segment_range", "silu", "swiglu",
+    "timestep_embedding", "unavailable_reason", "wgrad", "wgrad_leaves",
 ]

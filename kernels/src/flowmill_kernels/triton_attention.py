@@ -6,7 +6,8 @@ nothing but its own keys: not on the batch, on padding, on how many queries ther
 no masking and come by TMA on Hopper and later; the last block of a segment comes by masked pointers, since the rows
 behind a sample's last belong to its neighbour.
 
-`hopper_attention.py` has faster kernels for Hopper: the forward of heads of 64 and 128, the backward of heads of 128.
+Faster kernels for Hopper: `hopper_attention.py`, the forward of heads of 64 and 128, and
+`hopper_attention_backward.py`, the backward of heads of 128.
 """
 
 import functools
@@ -398,13 +399,13 @@ BACKWARD_QUERIES = {64: (64, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1
 
 
 @functools.cache
-def _specialized(device: torch.device) -> ModuleType | None:
-    """The module of kernels with split roles where GPU and triton have what they need."""
+def _specialized(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
+    """The modules of kernels with split roles, forward and backward, where GPU and triton have what they need."""
     if hopper_kernels(device) is None:
         return None
-    from . import hopper_attention
+    from . import hopper_attention, hopper_attention_backward
 
-    return hopper_attention
+    return hopper_attention, hopper_attention_backward
 
 
 def _sizes(table: dict, padded: int) -> tuple[int, int, int, int]:
@@ -427,8 +428,8 @@ def forward(qs: tuple[Tensor, ...], ks: tuple[Tensor, ...], vs: tuple[Tensor, ..
         lses = tuple(torch.empty((batch, heads, q.shape[1]), dtype=torch.float32, device=q.device) for q in qs)
     if sum(out.numel() for out in outs) == 0:
         return outs, lses
-    if (special := _specialized(qs[0].device)) is not None and dims in special.FORWARD:
-        special.forward(qs, ks, vs, lengths, causal, scale, outs, lses, num_sms)
+    if (special := _specialized(qs[0].device)) is not None and dims in special[0].FORWARD:
+        special[0].forward(qs, ks, vs, lengths, causal, scale, outs, lses, num_sms)
         return outs, lses
     padded = max(16, triton.next_power_of_2(dims))
     sizes = _sizes(FORWARD, padded)
@@ -478,14 +479,14 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
         return dqs, dks, dvs
     padded = max(16, triton.next_power_of_2(dims))
     deltas = tuple(torch.empty_like(lse) for lse in lses)
-    if norms is None and (special := _specialized(qs[0].device)) is not None and dims in special.BACKWARD_KEYS:
+    if norms is None and (special := _specialized(qs[0].device)) is not None and dims in special[1].BACKWARD_KEYS:
         for out, dout, delta in zip(outs, douts, deltas, strict=True):
             if out.numel():
                 tokens = out.shape[1]
                 launch(_delta, (signature(out), padded), (out, dout, delta),
                        lambda: ((triton.cdiv(tokens, 64), batch * heads), [out, dout, delta, heads, tokens, dims],  # noqa: B023
                                 {"M": 64, "D": padded, "num_warps": 4, "enable_fp_fusion": False}))
-        special.backward(douts, qs, ks, vs, lses, deltas, lengths, causal, scale, dqs, dks, dvs, num_sms)
+        special[1].backward(douts, qs, ks, vs, lses, deltas, lengths, causal, scale, dqs, dks, dvs, num_sms)
         return dqs, dks, dvs
     qs, ks, vs = (tuple(map(_rows_of_samples, ts)) for ts in (qs, ks, vs))
     q0, q1, two_q = _pairs(qs)
