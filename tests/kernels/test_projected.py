@@ -160,6 +160,23 @@ def test_a_norm_weight_of_zero_loses_no_gradient() -> None:
         assert relative_frobenius_error(ours[name], theirs[name]) < 1e-5, name
 
 
+def test_a_frozen_norm_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking makes the host wait for the GPU, and a graph's recording could not look at all."""
+    streams, looks = asking([make_stream(2, 7)], NAMES["adapters"]), []
+    monkeypatch.setattr(torch.Tensor, "any", lambda t, *a, _any=torch.Tensor.any: looks.append(1) or _any(t, *a))
+
+    def backward_once() -> int:
+        looks.clear()
+        sum(out.sum() for out in projected_attention(streams, HEADS, options=OPTIONS)).backward()  # type: ignore[union-attr]
+        return len(looks)
+
+    assert backward_once() == 2  # queries and keys
+    assert backward_once() == 0
+    with torch.no_grad():
+        streams[0].norm_q[0] = 0.0  # type: ignore[index]
+    assert backward_once() == 1
+
+
 @pytest.mark.parametrize("place", [pytest.param(("cpu", torch.float32), id="cpu"),
                                    pytest.param(("cuda", torch.bfloat16), id="gpu", marks=pytest.mark.gpu)])
 def test_bits_are_the_samples_own(place: tuple) -> None:
