@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +89,23 @@ def build(name: str, arguments: argparse.Namespace, engine: str, names: dict[str
     print(f"{names[name]:60s} {size / 1e6:7.0f} MB  {time.monotonic() - started:5.0f} s", flush=True)
 
 
+def build_all(wanted: list[str], build_one: Callable[[str], None]) -> None:
+    """Build each image once those it is built on are there, two at a time: a build mostly waits for one pip."""
+    started: dict[str, Future[None]] = {}
+
+    def when_ready(name: str) -> None:
+        for parent in NEEDS[name]:
+            started[parent].result()
+        build_one(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        # Those without parents first: a worker that waits for a parent then waits for one that another works on.
+        for name in sorted(wanted, key=lambda name: bool(NEEDS[name])):
+            started[name] = pool.submit(when_ready, name)
+        for future in started.values():
+            future.result()
+
+
 def push(name: str, engine: str) -> None:
     """Push an image and print its digest, which the manifests name it by. docker prints it by itself."""
     if engine == "docker":
@@ -121,9 +140,7 @@ def main() -> None:
     names = {name: f"{arguments.registry.rstrip('/')}/flowmill-{name}:{tag}" for name in ORDER}
     wanted = set(arguments.names or ORDER)
     wanted |= {parent for name in wanted for parent in NEEDS[name]}
-    for name in ORDER:
-        if name in wanted:
-            build(name, arguments, engine, names)
+    build_all([name for name in ORDER if name in wanted], lambda name: build(name, arguments, engine, names))
     for name in ORDER:
         if arguments.push and name in wanted and name not in ("base", "kernels"):
             push(names[name], engine)

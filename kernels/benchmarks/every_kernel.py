@@ -2,8 +2,12 @@
 
     PYTHONPATH=kernels/src compute-sanitizer --tool memcheck python kernels/benchmarks/every_kernel.py
     PYTHONPATH=kernels/src compute-sanitizer --tool racecheck python kernels/benchmarks/every_kernel.py
+
+Names of sections behind it run these alone; run it once without the sanitizer first, which then finds the kernels
+compiled.
 """
 
+import argparse
 import dataclasses
 
 import torch
@@ -13,16 +17,19 @@ from flowmill_kernels.elementwise import activation_slope
 from flowmill_kernels.gradients import wgrad_leaves_stacked
 from flowmill_kernels.heuristics import CATALOGUE
 
+M, N, K = 450, 264, 1024  # several tiles a program at num_sms=2, and edges in every direction
 
-def main() -> None:
-    torch.manual_seed(0)
-    m, n, k = 450, 264, 1024  # several tiles a program at num_sms=2, and edges in every direction
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    bias, gate, residual = (torch.randn(s, device="cuda", dtype=x.dtype) for s in ((n,), (2, n), (m, n)))
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def products() -> None:
+    """Every tile of both modes, split sums, pointer loads, dgrad."""
+    x, w, bias, gate, residual = normal(M, K), normal(N, K), normal(N), normal(2, N), normal(M, N)
     for mode in ("consistent", "tp_invariant"):
-        plan = fk.gemm_nt_schedule(m, n, k, mode=mode)
-        whole = dataclasses.replace(plan, scheme=fk.Scheme(k, "serial")) if mode == "consistent" else plan
+        plan = fk.gemm_nt_schedule(M, N, K, mode=mode)
+        whole = dataclasses.replace(plan, scheme=fk.Scheme(K, "serial")) if mode == "consistent" else plan
         for name, tile in CATALOGUE.items():
             if mode == "tp_invariant" and tile.block_m * tile.block_n > 128 * 128:
                 continue
@@ -32,42 +39,35 @@ def main() -> None:
             print(mode, name, bool(y.isfinite().all()), flush=True)
         for options in ({"spread": True}, {"loads": "pointer", "spread": False, "tile": CATALOGUE["narrow"]}):
             fk.gemm_nt(x, w, bias, num_sms=2, schedule=dataclasses.replace(plan, **options))
-        fk.gemm_nn(torch.randn(m, 256, device="cuda", dtype=x.dtype), w[:256], mode=mode, num_sms=2)
+        fk.gemm_nn(normal(M, 256), w[:256], mode=mode, num_sms=2)
+
+
+def partial_products() -> None:
+    """One rank's sums, their combination, and samples' own weight gradients."""
+    x, w, bias = normal(M, K), normal(N, K), normal(N)
     for ranks in (1, 2, 4, 8):
-        parts = [fk.gemm_nt_partial(x[:, :1024 // ranks].contiguous(), w[:, :1024 // ranks].contiguous(),
-                                    num_ranks=ranks, num_sms=2)] * ranks
+        parts = [fk.gemm_nt_partial(x[:, :K // ranks].contiguous(), w[:, :K // ranks].contiguous(), num_ranks=ranks,
+                                    num_sms=2)] * ranks
         fk.combine_partials(parts, bias, dtype=x.dtype, num_sms=2)
-    fk.leaf_sum(fk.wgrad(x.view(9, 50, k)[..., :48].contiguous(), x.view(9, 50, k), num_sms=2))
-    products_in_one_sum(x, w, bias, residual)
-    rows_and_elements()
-    attention_both_ways()
-    norms_around_attention()
-    adapters()
-    torch.cuda.synchronize()
-    print("every kernel ran")
+        print("partial", ranks, flush=True)
+    fk.leaf_sum(fk.wgrad(x.view(9, 50, K)[..., :48].contiguous(), x.view(9, 50, K), num_sms=2))
 
 
-def products_in_one_sum(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> None:
-    """Extra products and residuals by TMA, in every tile that takes them."""
-    m, n = len(x), len(w)
-    h, b = (torch.randn(s, 48, device="cuda", dtype=x.dtype) for s in (m, n))
-    gate = torch.randn(m // 75, n, device="cuda", dtype=x.dtype)
-    plan = fk.gemm_nt_schedule(m, n, x.shape[1])
-    whole = dataclasses.replace(plan, scheme=fk.Scheme(x.shape[1], "serial"), spread=False)
+def products_in_one_sum() -> None:
+    """Extra products, residuals and factors by TMA, norms at the end, in every tile that takes them."""
+    x, w, bias, residual, h, b = normal(M, K), normal(N, K), normal(N), normal(M, N), normal(M, 48), normal(N, 48)
+    gate, factor = normal(M // 75, N), normal(M, K)
+    whole = dataclasses.replace(fk.gemm_nt_schedule(M, N, K), scheme=fk.Scheme(K, "serial"), spread=False)
     for name, tile in CATALOGUE.items():
         fk.gemm_nt(x, w, bias, gate=gate, residual=residual, extra=[(h, b)] * 3, num_sms=2,
                    schedule=dataclasses.replace(whole, tile=tile))
-        print("extra", name, flush=True)
-    fk.gemm_nt(x, w, bias, extra=(h, b), num_sms=2)
-    factor = torch.randn_like(x)
-    for name, tile in CATALOGUE.items():
+        fk.gemm_nn(residual, w, gate=factor, num_sms=2,
+                   schedule=dataclasses.replace(fk.gemm_nt_schedule(M, K, N), tile=tile, spread=False))
         if tile.split_roles:
-            fk.gemm_nt_normed(x[:, :512], w[:256, :512], None, fk.HeadNorm(bias[:64].contiguous(), 1e-6), num_sms=2,
-                              schedule=dataclasses.replace(fk.gemm_nt_schedule(m, 256, 512), tile=tile, spread=False))
-            print("norms", name, flush=True)
-        turned = dataclasses.replace(fk.gemm_nt_schedule(m, x.shape[1], n), tile=tile, spread=False)
-        fk.gemm_nn(residual, w, gate=factor, num_sms=2, schedule=turned)
-        print("a factor an element", name, flush=True)
+            fk.gemm_nt_normed(x[:, :512], w[:256, :512], None, fk.HeadNorm(normal(64), 1e-6), num_sms=2,
+                              schedule=dataclasses.replace(fk.gemm_nt_schedule(M, 256, 512), tile=tile, spread=False))
+        print("one sum", name, flush=True)
+    fk.gemm_nt(x, w, bias, extra=(h, b), num_sms=2)
 
 
 def rows_and_elements() -> None:
@@ -133,6 +133,25 @@ def adapters() -> None:
     dy, x = (torch.randn(20, 70, size, device="cuda", dtype=torch.bfloat16) for size in (96, 192))
     wgrad_leaves_stacked(together.unbind(), dy, x, first_sample=0, plan=plan)
     print("adapters", flush=True)
+
+
+SECTIONS = (products, partial_products, products_in_one_sum, rows_and_elements, attention_both_ways,
+            norms_around_attention, adapters)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [section.__name__ for section in SECTIONS]
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"default: all of {', '.join(names)}")
+    chosen = parser.parse_args().sections
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    torch.manual_seed(0)
+    for section in SECTIONS:
+        if not chosen or section.__name__ in chosen:
+            section()
+    torch.cuda.synchronize()
+    print("every kernel ran")
 
 
 if __name__ == "__main__":

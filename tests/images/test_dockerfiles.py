@@ -1,9 +1,11 @@
 """What the Dockerfiles and the build context say; nothing is built."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,37 @@ def test_build_says_which_engine_is_missing_and_which_image_is_unknown(tmp_path)
     done = subprocess.run([*program, "trian"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "no image named trian; found base, kernels, train, reward, mlflow" in done.stderr
+
+
+@pytest.fixture
+def build():
+    spec = importlib.util.spec_from_file_location("images_build", IMAGES / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("wanted", [list(NAMES), ["base", "kernels", "train"], ["mlflow"]])
+def test_an_image_is_built_after_those_it_is_built_on(build, wanted):
+    done = []
+
+    def build_one(name):
+        assert set(build.NEEDS[name]) <= set(done)
+        time.sleep(0.02)
+        done.append(name)
+
+    build.build_all(wanted, build_one)
+    assert sorted(done) == sorted(wanted)
+
+
+def test_nothing_is_built_on_an_image_that_failed(build):
+    tried = []
+
+    def build_one(name):
+        tried.append(name)
+        if name == "base":
+            raise SystemExit("building base failed")
+
+    with pytest.raises(SystemExit, match="building base failed"):
+        build.build_all(list(NAMES), build_one)
+    assert sorted(tried) == ["base", "mlflow"]
