@@ -190,9 +190,9 @@ def _norm_backward(call: _Call, layer: int, x: Tensor, weights: list, norm: Tens
 def _fuses(streams: Sequence[Stream], heads: int, options: KernelOptions) -> bool:
     """By shapes and the mode alone, so that rollout and training agree."""
     for s in streams:
-        for layer, norm in zip(s.layers(), s.norms(), strict=True):
+        for layer, norm in zip(s.layers()[:-1], s.norms()[:-1], strict=True):  # values have no norm
             n, k = layer.weight.shape
-            if layer is not s.v and (norm is None or not ends_in_norm(n, k, n // heads, options.mode)):
+            if norm is None or not ends_in_norm(n, k, n // heads, options.mode):
                 return False
     return True
 
