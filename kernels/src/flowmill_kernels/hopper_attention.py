@@ -59,6 +59,34 @@ def _load_rows(desc, sample, row, head, bar, tile, ROWS: gl.constexpr, D: gl.con
 
 
 @gluon.jit
+def _load_block(one, two, block, count, sample, head, bar, tile, ROWS: gl.constexpr, D: gl.constexpr,
+                TWO: gl.constexpr):
+    """A block of ROWS rows of two segments, of which the first has `count` blocks."""
+    if TWO:
+        if block < count:
+            _load_rows(one, sample, block * ROWS, head, bar, tile, ROWS, D)
+        else:
+            _load_rows(two, sample, (block - count) * ROWS, head, bar, tile, ROWS, D)
+    else:
+        _load_rows(one, sample, block * ROWS, head, bar, tile, ROWS, D)
+
+
+@gluon.jit
+def _load_keys(k0, v0, k1, v1, k_tiles, v_tiles, k_ready, k_empty, v_ready, v_empty, step, blocks, blocks0, sample,
+               head, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TWO_K: gl.constexpr):
+    """All keys and values of a tile, as slots become free; the steps so far."""
+    for i in range(blocks):
+        slot = step % STAGES
+        free = (step // STAGES & 1) ^ 1
+        step += 1
+        mbarrier.wait(k_empty.index(slot), free)
+        _load_block(k0, k1, i, blocks0, sample, head, k_ready.index(slot), k_tiles.index(slot), BLOCK_N, D, TWO_K)
+        mbarrier.wait(v_empty.index(slot), free)
+        _load_block(v0, v1, i, blocks0, sample, head, v_ready.index(slot), v_tiles.index(slot), BLOCK_N, D, TWO_K)
+    return step
+
+
+@gluon.jit
 def _copy_rows(desc, sample, row, head, tile, D: gl.constexpr):
     """Write 64 rows of one head; those behind the segment's end are left out."""
     _copy_out(desc, [sample, row, head, 0], tile._reinterpret(desc.dtype, [1, 64, 1, D], desc.layout))
@@ -81,35 +109,9 @@ def _forward_loads(q0, q1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, k_tiles,
                                       (unit + GROUPS) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)
         for g in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(g), (t & 1) ^ 1)
-            if TWO_Q:
-                if unit + g < units0:
-                    _load_rows(q0, sample, (unit + g) * 64, head, q_ready.index(g), q_tiles.index(g), 64, D)
-                else:
-                    _load_rows(q1, sample, (unit + g - units0) * 64, head, q_ready.index(g), q_tiles.index(g), 64, D)
-            else:
-                _load_rows(q0, sample, (unit + g) * 64, head, q_ready.index(g), q_tiles.index(g), 64, D)
-        for i in range(blocks):
-            slot = step % STAGES
-            free = (step // STAGES & 1) ^ 1
-            step += 1
-            mbarrier.wait(k_empty.index(slot), free)
-            if TWO_K:
-                if i < blocks0:
-                    _load_rows(k0, sample, i * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot), BLOCK_N, D)
-                else:
-                    _load_rows(k1, sample, (i - blocks0) * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot),
-                               BLOCK_N, D)
-            else:
-                _load_rows(k0, sample, i * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot), BLOCK_N, D)
-            mbarrier.wait(v_empty.index(slot), free)
-            if TWO_K:
-                if i < blocks0:
-                    _load_rows(v0, sample, i * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot), BLOCK_N, D)
-                else:
-                    _load_rows(v1, sample, (i - blocks0) * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot),
-                               BLOCK_N, D)
-            else:
-                _load_rows(v0, sample, i * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot), BLOCK_N, D)
+            _load_block(q0, q1, unit + g, units0, sample, head, q_ready.index(g), q_tiles.index(g), 64, D, TWO_Q)
+        step = _load_keys(k0, v0, k1, v1, k_tiles, v_tiles, k_ready, k_empty, v_ready, v_empty, step, blocks, blocks0,
+                          sample, head, BLOCK_N, D, STAGES, TWO_K)
 
 
 @gluon.jit

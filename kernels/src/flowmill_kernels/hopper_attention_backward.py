@@ -24,7 +24,7 @@ from .hopper_attention import (
     _ends,
     _launch,
     _length,
-    _load_rows,
+    _load_keys,
     _mask,
     _num_blocks,
     _zero_behind,
@@ -37,6 +37,19 @@ def _load_two(one, two, sample, row, head, bar, one_tile, two_tile, ROWS: gl.con
     mbarrier.expect(bar, one.block_type.nbytes + two.block_type.nbytes)
     _copy_in(one, [sample, row, head, 0], bar, one_tile._reinterpret(one.dtype, [1, ROWS, 1, D], one.layout))
     _copy_in(two, [sample, row, head, 0], bar, two_tile._reinterpret(two.dtype, [1, ROWS, 1, D], two.layout))
+
+
+@gluon.jit
+def _load_pair(one, other, one_too, other_too, block, count, sample, head, bar, one_tile, other_tile,
+               ROWS: gl.constexpr, D: gl.constexpr, TWO: gl.constexpr):
+    """A block of ROWS rows of two tensors in two segments each, of which the first has `count` blocks."""
+    if TWO:
+        if block < count:
+            _load_two(one, other, sample, block * ROWS, head, bar, one_tile, other_tile, ROWS, D)
+        else:
+            _load_two(one_too, other_too, sample, (block - count) * ROWS, head, bar, one_tile, other_tile, ROWS, D)
+    else:
+        _load_two(one, other, sample, block * ROWS, head, bar, one_tile, other_tile, ROWS, D)
 
 
 @gluon.jit
@@ -56,38 +69,10 @@ def _query_loads(q0, q1, do0, do1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, 
                                       (unit + 2) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)
         for g in gl.static_range(2):
             mbarrier.wait(q_empty.index(g), (t & 1) ^ 1)
-            if TWO_Q:
-                if unit + g < units0:
-                    _load_two(q0, do0, sample, (unit + g) * 64, head, q_ready.index(g), q_tiles.index(g),
-                              do_tiles.index(g), 64, D)
-                else:
-                    _load_two(q1, do1, sample, (unit + g - units0) * 64, head, q_ready.index(g), q_tiles.index(g),
-                              do_tiles.index(g), 64, D)
-            else:
-                _load_two(q0, do0, sample, (unit + g) * 64, head, q_ready.index(g), q_tiles.index(g),
-                          do_tiles.index(g), 64, D)
-        for i in range(blocks):
-            slot = step % STAGES
-            free = (step // STAGES & 1) ^ 1
-            step += 1
-            mbarrier.wait(k_empty.index(slot), free)
-            if TWO_K:
-                if i < blocks0:
-                    _load_rows(k0, sample, i * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot), BLOCK_N, D)
-                else:
-                    _load_rows(k1, sample, (i - blocks0) * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot),
-                               BLOCK_N, D)
-            else:
-                _load_rows(k0, sample, i * BLOCK_N, head, k_ready.index(slot), k_tiles.index(slot), BLOCK_N, D)
-            mbarrier.wait(v_empty.index(slot), free)
-            if TWO_K:
-                if i < blocks0:
-                    _load_rows(v0, sample, i * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot), BLOCK_N, D)
-                else:
-                    _load_rows(v1, sample, (i - blocks0) * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot),
-                               BLOCK_N, D)
-            else:
-                _load_rows(v0, sample, i * BLOCK_N, head, v_ready.index(slot), v_tiles.index(slot), BLOCK_N, D)
+            _load_pair(q0, do0, q1, do1, unit + g, units0, sample, head, q_ready.index(g), q_tiles.index(g),
+                       do_tiles.index(g), 64, D, TWO_Q)
+        step = _load_keys(k0, v0, k1, v1, k_tiles, v_tiles, k_ready, k_empty, v_ready, v_empty, step, blocks, blocks0,
+                          sample, head, BLOCK_N, D, STAGES, TWO_K)
 
 
 @gluon.jit
@@ -265,30 +250,14 @@ def _key_loads(q0, q1, do0, do1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, do
                                                _length(len1_ptr, sample, tk1, LEN1), BLOCK_M, TWO_Q, TWO_K, CAUSAL)
         for g in gl.static_range(2):
             mbarrier.wait(k_empty.index(g), (t & 1) ^ 1)
-            if TWO_K:
-                if unit + g < units0:
-                    _load_two(k0, v0, sample, (unit + g) * 64, head, k_ready.index(g), k_tiles.index(g),
-                              v_tiles.index(g), 64, D)
-                else:
-                    _load_two(k1, v1, sample, (unit + g - units0) * 64, head, k_ready.index(g), k_tiles.index(g),
-                              v_tiles.index(g), 64, D)
-            else:
-                _load_two(k0, v0, sample, (unit + g) * 64, head, k_ready.index(g), k_tiles.index(g), v_tiles.index(g),
-                          64, D)
+            _load_pair(k0, v0, k1, v1, unit + g, units0, sample, head, k_ready.index(g), k_tiles.index(g),
+                       v_tiles.index(g), 64, D, TWO_K)
         for i in range(begin, blocks):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             step += 1
-            if TWO_Q:
-                if i < blocks0:
-                    _load_two(q0, do0, sample, i * BLOCK_M, head, ready.index(slot), q_tiles.index(slot),
-                              do_tiles.index(slot), BLOCK_M, D)
-                else:
-                    _load_two(q1, do1, sample, (i - blocks0) * BLOCK_M, head, ready.index(slot), q_tiles.index(slot),
-                              do_tiles.index(slot), BLOCK_M, D)
-            else:
-                _load_two(q0, do0, sample, i * BLOCK_M, head, ready.index(slot), q_tiles.index(slot),
-                          do_tiles.index(slot), BLOCK_M, D)
+            _load_pair(q0, do0, q1, do1, i, blocks0, sample, head, ready.index(slot), q_tiles.index(slot),
+                       do_tiles.index(slot), BLOCK_M, D, TWO_Q)
 
 
 @gluon.jit
