@@ -13,7 +13,7 @@ from flowmill_kernels import (
     relative_frobenius_error,
 )
 from flowmill_kernels.gemm import HeadNorm, ends_in_norm, gemm_nt_normed, gemm_nt_schedule
-from flowmill_kernels.heuristics import LARGE, LARGE_SPLIT, MEDIUM_SPLIT, normed_tile_for
+from flowmill_kernels.heuristics import LARGE, LARGE_SPLIT, MEDIUM_SPLIT, split_tile_for
 from flowmill_kernels.projected import Stream, projected_attention
 from flowmill_kernels.schemes import Epilogue
 from torch import Tensor
@@ -276,7 +276,7 @@ def test_norms_are_chosen_by_n_and_k_alone() -> None:
     assert not ends_in_norm(512, 2048, 64, "consistent")  # several segments
     assert not ends_in_norm(3072, 3072, 128, "consistent")
     for m in (1, 64, 600, 18432):
-        assert normed_tile_for(1536, 1536, m=m, num_sms=132) in (LARGE_SPLIT, MEDIUM_SPLIT)
+        assert split_tile_for(1536, 1536, m=m, num_sms=132) in (LARGE_SPLIT, MEDIUM_SPLIT)
         plan = gemm_nt_schedule(m, 1536, 1536, epilogue=Epilogue(norm=64, eps=EPS))
         assert plan.tile.split_roles
         assert not plan.spread

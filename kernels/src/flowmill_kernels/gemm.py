@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import cpu_backend
 from .availability import triton_reason
-from .heuristics import Layout, Tile, normed_tile_for, spread_segments, tile_for, tree_tile_for
+from .heuristics import Layout, Tile, split_tile_for, spread_segments, tile_for, tree_tile_for
 from .schemes import NUM_SEGMENTS, Activation, Epilogue, Scheme, consistent_scheme, tp_scheme
 
 Mode = Literal["consistent", "tp_invariant"]
@@ -71,7 +71,7 @@ def gemm_nt_schedule(m: int, n: int, k: int, *, mode: Mode = "consistent", epilo
     elif mode == "consistent":
         scheme = consistent_scheme(n, k)
         if epilogue is not None and epilogue.norm:
-            tile = normed_tile_for(n, k, m=m, num_sms=num_sms)
+            tile = split_tile_for(n, k, m=m, num_sms=num_sms)
         else:
             tile = tile_for(n, k, m=m, num_sms=num_sms, gated=epilogue is not None and epilogue.gate)
     else:

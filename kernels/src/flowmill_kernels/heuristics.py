@@ -62,15 +62,12 @@ def tile_for(n: int, k: int, *, m: int, num_sms: int, gated: bool = False) -> Ti
         return MEDIUM if m <= 600 else LARGE
     if gated:
         return MEDIUM_SPLIT
-    return _split_tile(n, k, m=m, num_sms=num_sms)
+    return split_tile_for(n, k, m=m, num_sms=num_sms)
 
 
-def normed_tile_for(n: int, k: int, *, m: int, num_sms: int) -> Tile:
-    """Tile where head norms follow: those whose threads hold a head's channels alike, for every number of rows."""
-    return _split_tile(n, k, m=m, num_sms=num_sms)
-
-
-def _split_tile(n: int, k: int, *, m: int, num_sms: int) -> Tile:
+def split_tile_for(n: int, k: int, *, m: int, num_sms: int) -> Tile:
+    """Tile of split roles: for many rows, and for any number where head norms follow, since the threads of all of these
+    hold a head's channels alike."""
     if n * k > 2**26:
         return MEDIUM_SPLIT
     # The last round of tiles leaves SMs idle, fewer with narrow tiles; these cost 2 % more a column.
