@@ -10,6 +10,9 @@ from flowmill_kernels import (
     Layer,
     LeafPlan,
     assert_bitwise_equal,
+    attention,
+    linear,
+    qk_norm_rope,
     relative_frobenius_error,
 )
 from flowmill_kernels.gemm import HeadNorm, ends_in_norm, gemm_nt_normed, gemm_nt_schedule
@@ -248,6 +251,21 @@ def test_what_cannot_end_in_a_norm_goes_one_step_after_the_other(why: str) -> No
     if why != "no norms":
         want, = exact([mapped(streams[0], lambda t: t.detach().double())], HEADS)
         assert relative_frobenius_error(out.detach(), want) < 1e-5
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["joint", "silent-text"])
+def test_with_rotary_embedding_it_is_the_parts_one_after_the_other(asks: bool) -> None:
+    streams = [dataclasses.replace(make_stream(2, t, a), rope=(torch.randn(t, D // 2), torch.randn(t, D // 2)))
+               for t, a in ((6, True), (4, asks))]
+    outs, qs, ks, vs = projected_attention(streams, HEADS, options=OPTIONS), [], [], []
+    for s in streams:
+        how = {"eps": EPS, "rope": s.rope}
+        for layer, norm, found in ((s.q, s.norm_q, qs), (s.k, s.norm_k, ks), (s.v, None, vs)):
+            if layer is not None:
+                heads = linear(s.x, layer, options=OPTIONS).unflatten(-1, (HEADS, -1))
+                found.append(heads if norm is None else qk_norm_rope(heads, norm, **how))
+    for out, want in zip(outs, attention(qs, ks, vs, num_sms=7), strict=True):
+        assert_bitwise_equal(out, want)
 
 
 @PLACES

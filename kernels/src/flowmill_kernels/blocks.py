@@ -7,7 +7,7 @@ by class name and checked by structure. A block with a feature that is not cover
 replaced one by one (`leaf_forward`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention
-from .elementwise import gelu, gelu_tanh, layer_norm_modulate, qk_norm_rope, qk_norm_rope_pair, rms_norm, silu
+from .elementwise import gelu, gelu_tanh, layer_norm_modulate, qk_norm_rope, rms_norm, silu
 from .functional import KernelOptions, Layer, feed_forward, linear, linears, patch_embed
 from .projected import Stream, projected_attention
 
@@ -120,26 +120,14 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, x.shape[2] // heads)
 
 
-def _qkv(options: KernelOptions, x: Tensor, projections: Sequence[nn.Module], norm_q: Any, norm_k: Any, heads: int,
-         rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, T, H, D] of one stream, q and k normalised per head and rotated."""
-    q, k, v = (_heads(t, heads) for t in linears(x, [layer_of(p) for p in projections], options=options))
-    if norm_q is not None or rope is not None:
-        eps = 1e-6 if norm_q is None else _norm_eps(norm_q, x.dtype)
-        if norm_q is not None and _norm_eps(norm_k, x.dtype) != eps:
-            raise UnsupportedError(f"query and key norms have different eps, {norm_q.eps} and {norm_k.eps}")
-        q, k = qk_norm_rope_pair(q, k, _norm_weight(norm_q), _norm_weight(norm_k), eps=eps, rope=rope,
-                                 backend=options.backend)
-    return q, k, v
-
-
-def _stream(x: Tensor, to_q: nn.Module | None, to_k: nn.Module, to_v: nn.Module, norm_q: Any, norm_k: Any) -> Stream:
-    """Tokens of one stream without rotary embedding."""
+def _stream(x: Tensor, to_q: nn.Module | None, to_k: nn.Module, to_v: nn.Module, norm_q: Any, norm_k: Any,
+            rope: Rope | None = None) -> Stream:
+    """Tokens that share projections, their head norms and rotary embedding."""
     eps = 1e-6 if norm_k is None else _norm_eps(norm_k, x.dtype)
     if norm_q is not None and _norm_eps(norm_q, x.dtype) != eps:
         raise UnsupportedError(f"query and key norms have different eps, {norm_q.eps} and {norm_k.eps}")
     return Stream(x, None if to_q is None else layer_of(to_q), layer_of(to_k), layer_of(to_v), _norm_weight(norm_q),
-                  _norm_weight(norm_k), eps)
+                  _norm_weight(norm_k), eps, rope)
 
 
 def _attend(options: KernelOptions, q: Any, k: Any, v: Any, lengths: Any = None) -> Any:
@@ -286,11 +274,11 @@ def flux_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
         options, block.norm1_context, active, 6)
     x, image = _modulate(options, block.norm1.norm, image, scale, shift)
     c, text = _modulate(options, block.norm1_context.norm, text, c_scale, c_shift)
-    qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads,
-                      _rope_rows(rope, cut, cut + image.shape[1]))
-    qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
-                      attn.norm_added_k, attn.heads, _rope_rows(rope, 0, cut))
-    out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt))
+    out_i, out_t = projected_attention([
+        _stream(x, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k,
+                _rope_rows(rope, cut, cut + image.shape[1])),
+        _stream(c, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k,
+                _rope_rows(rope, 0, cut))], attn.heads, options=options)
     image = linear(out_i.flatten(2), _out(attn), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
     x, image = _modulate(options, block.norm2, image, scale_mlp, shift_mlp)
@@ -311,9 +299,9 @@ def flux_single_block(block: Any, options: KernelOptions, hidden_states: Tensor,
     shift, scale, gate = _conditioning(options, block.norm, active, 3)
     x, joined = _modulate(options, block.norm.norm, joined, scale, shift)
     mlp = linear(x, layer_of(block.proj_mlp), options=options, activation="gelu_tanh")
-    q, k, v = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads,
-                   _half_rope(image_rotary_emb))
-    out = torch.cat((_attend(options, q, k, v).flatten(2), mlp), 2)
+    stream = _stream(x, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, _half_rope(image_rotary_emb))
+    out, = projected_attention([stream], attn.heads, options=options)
+    out = torch.cat((out.flatten(2), mlp), 2)
     joined = _clip(linear(out, layer_of(block.proj_out), options=options, gate=gate, residual=joined))
     return joined[:, :cut], joined[:, cut:]
 
@@ -369,11 +357,11 @@ def qwen_block(block: Any, options: KernelOptions, hidden_states: Tensor, encode
     image_rope, text_rope = (None, None) if image_rotary_emb is None else map(_complex_rope, image_rotary_emb)
     x, image = _modulate(options, block.img_norm1, image, scale, shift)
     c, text = _modulate(options, block.txt_norm1, text, c_scale, c_shift)
-    qi, ki, vi = _qkv(options, x, (attn.to_q, attn.to_k, attn.to_v), attn.norm_q, attn.norm_k, attn.heads, image_rope)
-    qt, kt, vt = _qkv(options, c, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), attn.norm_added_q,
-                      attn.norm_added_k, attn.heads, text_rope)
     lengths = None if encoder_hidden_states_mask is None else (None, _prefix_lengths(encoder_hidden_states_mask))
-    out_i, out_t = _attend(options, (qi, qt), (ki, kt), (vi, vt), lengths)
+    out_i, out_t = projected_attention([
+        _stream(x, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, image_rope),
+        _stream(c, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k,
+                text_rope)], attn.heads, options=options, lengths=lengths)
     image = linear(out_i.flatten(2), _out(attn), options=options, gate=gate, residual=image)
     text = linear(out_t.flatten(2), layer_of(attn.to_add_out), options=options, gate=c_gate, residual=text)
     x, image = _modulate(options, block.img_norm2, image, scale2, shift2)

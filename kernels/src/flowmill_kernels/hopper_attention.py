@@ -39,6 +39,16 @@ def _length(lengths, sample, size, GIVEN: gl.constexpr):
 
 
 @gluon.jit
+def _tile_place(t, tiles, heads, GROUPS: gl.constexpr):
+    """Of this program's tile number t: sample and head as one number, first unit of 64 rows, sample, head."""
+    number = gl.program_id(0) + t * gl.num_programs(0)
+    pair = number // tiles
+    unit = (number - pair * tiles) * GROUPS
+    sample = pair // heads
+    return pair, unit, sample, pair - sample * heads
+
+
+@gluon.jit
 def _num_blocks(len0, len1, last_row, offset, BLOCK_N: gl.constexpr, TWO_K: gl.constexpr, CAUSAL: gl.constexpr):
     """Blocks of keys in the first segment and in all, for a tile whose last query is `last_row`."""
     stop = len0
@@ -100,11 +110,7 @@ def _forward_loads(q0, q1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, k_tiles,
     """The loading warp: queries of every group and all their keys, as slots become free."""
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        unit = (number - pair * tiles) * GROUPS
-        sample = pair // heads
-        head = pair - sample * heads
+        _, unit, sample, head = _tile_place(t, tiles, heads, GROUPS)
         blocks0, blocks = _num_blocks(_length(len0_ptr, sample, tk0, LEN0), _length(len1_ptr, sample, tk1, LEN1),
                                       (unit + GROUPS) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)
         for g in gl.static_range(GROUPS):
@@ -228,12 +234,8 @@ def _forward_group(o0, o1, lse0, lse1, len0_ptr, len1_ptr, q_tile, out_tile, k_t
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        first_unit = (number - pair * tiles) * GROUPS
+        pair, first_unit, sample, head = _tile_place(t, tiles, heads, GROUPS)
         unit = first_unit + GROUP
-        sample = pair // heads
-        head = pair - sample * heads
         len0 = _length(len0_ptr, sample, tk0, LEN0)
         len1 = _length(len1_ptr, sample, tk1, LEN1)
         blocks0, blocks = _num_blocks(len0, len1, (first_unit + GROUPS) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)

@@ -27,6 +27,7 @@ from .hopper_attention import (
     _load_keys,
     _mask,
     _num_blocks,
+    _tile_place,
     _zero_behind,
 )
 
@@ -60,11 +61,7 @@ def _query_loads(q0, q1, do0, do1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, 
     """The loading warp of dq: queries and output gradients of both groups, and all their keys and values."""
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        unit = (number - pair * tiles) * 2
-        sample = pair // heads
-        head = pair - sample * heads
+        _, unit, sample, head = _tile_place(t, tiles, heads, 2)
         blocks0, blocks = _num_blocks(_length(len0_ptr, sample, tk0, LEN0), _length(len1_ptr, sample, tk1, LEN1),
                                       (unit + 2) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)
         for g in gl.static_range(2):
@@ -136,12 +133,8 @@ def _query_group(dq0, dq1, lse0, lse1, delta0, delta1, len0_ptr, len1_ptr, q_til
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        first_unit = (number - pair * tiles) * 2
+        pair, first_unit, sample, head = _tile_place(t, tiles, heads, 2)
         unit = first_unit + GROUP
-        sample = pair // heads
-        head = pair - sample * heads
         len0 = _length(len0_ptr, sample, tk0, LEN0)
         len1 = _length(len1_ptr, sample, tk1, LEN1)
         blocks0, blocks = _num_blocks(len0, len1, (first_unit + 2) * 64 - 1, tk0 - tq0, BLOCK_N, TWO_K, CAUSAL)
@@ -241,11 +234,7 @@ def _key_loads(q0, q1, do0, do1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, do
     """The loading warp of dk and dv: keys and values of both groups, and all queries and output gradients."""
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        unit = (number - pair * tiles) * 2
-        sample = pair // heads
-        head = pair - sample * heads
+        _, unit, sample, head = _tile_place(t, tiles, heads, 2)
         begin, blocks0, blocks = _query_blocks(unit, units0, tq0, tq1, tk0, _length(len0_ptr, sample, tk0, LEN0),
                                                _length(len1_ptr, sample, tk1, LEN1), BLOCK_M, TWO_Q, TWO_K, CAUSAL)
         for g in gl.static_range(2):
@@ -318,12 +307,8 @@ def _key_group(dk0, dv0, dk1, dv1, lse0, lse1, delta0, delta1, len0_ptr, len1_pt
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     step = 0
     for t in range(my_tiles):
-        number = gl.program_id(0) + t * gl.num_programs(0)
-        pair = number // tiles
-        first_unit = (number - pair * tiles) * 2
+        pair, first_unit, sample, head = _tile_place(t, tiles, heads, 2)
         unit = first_unit + GROUP
-        sample = pair // heads
-        head = pair - sample * heads
         len0 = _length(len0_ptr, sample, tk0, LEN0)
         len1 = _length(len1_ptr, sample, tk1, LEN1)
         begin, blocks0, blocks = _query_blocks(first_unit, units0, tq0, tq1, tk0, len0, len1, BLOCK_M, TWO_Q, TWO_K,

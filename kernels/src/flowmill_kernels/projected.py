@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from . import cpu_backend
 from .attention import Lengths, _check_lengths, _module, attention
-from .elementwise import qk_norm_rope, qk_norm_rope_pair
+from .elementwise import Rope, qk_norm_rope, qk_norm_rope_pair
 from .functional import _PER_LAYER, KernelOptions, Layer, _backward_products, _Call, _forward, _prepare, linears
 from .gemm import HeadNorm, ends_in_norm
 
@@ -35,6 +35,8 @@ class Stream:
     """``[D]``, weight of the queries' RMS norm a head; both norms or none."""
     norm_k: Tensor | None = None
     eps: float = 1e-6
+    rope: Rope | None = None
+    """(cos, sin) of `qk_norm_rope`, interleaved."""
 
     def layers(self) -> list[Layer]:
         return [self.k, self.v] if self.q is None else [self.q, self.k, self.v]
@@ -188,7 +190,9 @@ def _norm_backward(call: _Call, layer: int, x: Tensor, weights: list, norm: Tens
 
 
 def _fuses(streams: Sequence[Stream], heads: int, options: KernelOptions) -> bool:
-    """By shapes and the mode alone, so that rollout and training agree."""
+    """By shapes, rotary embedding and the mode alone, so that rollout and training agree."""
+    if any(s.rope is not None for s in streams):
+        return False
     for s in streams:
         for layer, norm in zip(s.layers()[:-1], s.norms()[:-1], strict=True):  # values have no norm
             n, k = layer.weight.shape
@@ -201,9 +205,9 @@ def projected_attention(streams: Sequence[Stream], heads: int, *, options: Kerne
                         ) -> tuple[Tensor, ...]:
     """``attention(norm(q(x)), norm(k(x)), v(x))`` over one stream or two that see each other.
 
-    In mode `consistent` and for heads of 16, 32 or 64 channels with norms, the norm is the end of the projection
-    (`gemm_nt_normed`, `ends_in_norm`); elsewhere this is `linears`, `qk_norm_rope` and `attention` one after the other,
-    which rounds between product and norm. Which of the two depends on shapes and mode alone.
+    In mode `consistent` and for heads of 16, 32 or 64 channels with norms and no rotary embedding, the norm is the end
+    of the projection (`gemm_nt_normed`, `ends_in_norm`); elsewhere this is `linears`, `qk_norm_rope` and `attention`
+    one after the other, which rounds between product and norm. Values have no part in the choice.
 
     Args:
         streams: Of one batch and dtype. A first stream must ask; layers of N = heads * D.
@@ -253,10 +257,11 @@ def _one_after_the_other(streams: Sequence[Stream], heads: int, options: KernelO
     qs, ks, vs = [], [], []
     for s in streams:
         *q, k, v = (t.unflatten(-1, (heads, -1)) for t in linears(s.x, s.layers(), options=options))
-        if s.norm_k is not None and q:
-            q[0], k = qk_norm_rope_pair(q[0], k, s.norm_q, s.norm_k, eps=s.eps, backend=options.backend)
-        elif s.norm_k is not None:
-            k = qk_norm_rope(k, s.norm_k, eps=s.eps, backend=options.backend)
+        how = {"eps": s.eps, "rope": s.rope, "backend": options.backend}
+        if (s.norm_k is not None or s.rope is not None) and q:
+            q[0], k = qk_norm_rope_pair(q[0], k, s.norm_q, s.norm_k, **how)
+        elif s.norm_k is not None or s.rope is not None:
+            k = qk_norm_rope(k, s.norm_k, **how)
         qs += q
         ks.append(k)
         vs.append(v)
