@@ -39,12 +39,15 @@ MEDIUM = Tile(128, 128, 64, 4, 8)
 MEDIUM_SPLIT = Tile(128, 128, 64, 6, 8, split_roles=True)
 FEW = Tile(64, 64, 64, 6, 4, programs_per_sm=2)
 FEW_NARROW = Tile(64, 32, 128, 6, 4)
+THIN = Tile(128, 32, 64, 5, 4, programs_per_sm=2)
+FEW_THIN = Tile(64, 32, 128, 4, 4, programs_per_sm=3)
 NARROW = Tile(128, 64, 64, 5, 4)
 TREE = Tile(128, 128, 64, 4, 8)
 TREE_SPLIT = Tile(128, 128, 64, 5, 8, split_roles=True)
 
 CATALOGUE = {"large": LARGE, "large_split": LARGE_SPLIT, "medium": MEDIUM, "medium_split": MEDIUM_SPLIT, "few": FEW,
-             "few_narrow": FEW_NARROW, "narrow": NARROW, "tree": TREE, "tree_split": TREE_SPLIT}
+             "few_narrow": FEW_NARROW, "thin": THIN, "few_thin": FEW_THIN, "narrow": NARROW, "tree": TREE,
+             "tree_split": TREE_SPLIT}
 """Every tile that a rule below may return, and those that stand in for split roles elsewhere than on Hopper."""
 
 
@@ -54,6 +57,10 @@ def tile_for(n: int, k: int, *, m: int, num_sms: int, gated: bool = False) -> Ti
     Measured on an H200 (kernels/benchmarks/gemm.py). `gated`: for gates that change within 64 rows a 256 wide tile has
     too few registers.
     """
+    if n <= 96 and m > 64:  # adapters: what counts is how many loads are under way
+        if -(-m // 128) * -(-n // 32) >= num_sms:
+            return THIN
+        return FEW_THIN if n <= 32 else NARROW
     if n <= 512:
         return NARROW if m > 64 else FEW_NARROW
     if m <= 64:
