@@ -159,9 +159,11 @@ def _through_norm(g, y, weight, rstd, at, inside, dims, D: tl.constexpr):
 
 
 @triton.jit
-def _key_step(kb, vb, q, dout, lse, delta, dk, dv, scale, keep, MASK: tl.constexpr):
-    """What one block of queries adds to the gradients of a block of keys."""
+def _key_step(kb, vb, q, dout, pairs, dk, dv, scale, keep, MASK: tl.constexpr):
+    """What one block of queries adds to the gradients of a block of keys. A row that does not exist has lse = inf, so
+    its weight is exactly 0."""
     s = tl.dot(kb, tl.trans(q))
+    lse, delta = _unpack(pairs)
     p = tl.math.exp2(tl.fma(s, scale, -lse[None, :]))
     if MASK:
         p = tl.where(keep, p, 0.0)
@@ -173,45 +175,53 @@ def _key_step(kb, vb, q, dout, lse, delta, dk, dv, scale, keep, MASK: tl.constex
 
 
 @triton.jit
-def _over_queries(kb, vb, q_desc, do_desc, q, dout, lse, delta, stride_q, tq, base, row_at, col_q, col_o, stride_o,
-                  dims, first, offset, scale, dk, dv, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+def _pack(lse, delta):
+    """A row's two numbers in 64 bits: a thread then copies two rows at once, 8 copies a block of 64 rows and not 32."""
+    low = lse.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return low | (delta.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
+def _unpack(pair):
+    return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _over_queries(kb, vb, q_desc, do_desc, q, dout, pairs, stride_q, tq, base, row_at, col_q, col_o, stride_o, dims,
+                  first, offset, scale, dk, dv, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
                   CAUSAL: tl.constexpr, TMA: tl.constexpr):
-    """All queries of one segment, in order, for the keys first .. first + N."""
-    begin = 0
-    if CAUSAL:
-        begin = tl.maximum(first - offset, 0) // M * M
+    """All queries of one segment, in order, for the keys first .. first + N; TAIL rows take the rest."""
     whole = tq // M * M
-    if not CAUSAL:
-        for start in tl.range(begin, whole, M):
+    if CAUSAL:
+        for start in tl.range(tl.maximum(first - offset, 0) // M * M, tq, M, num_stages=1):
+            qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, M, D, False)
+            ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, M, D, False)
+            rows = start + tl.arange(0, M)
+            keep = (first + tl.arange(0, N))[:, None] <= (rows + offset)[None, :]
+            dk, dv = _key_step(kb, vb, qb, ob, tl.load(pairs + row_at + rows), dk, dv, scale, keep, True)
+    else:
+        for start in tl.range(0, whole, M):
             qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, M, D, TMA)
             ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, M, D, TMA)
-            rows = start + tl.arange(0, M)
-            dk, dv = _key_step(kb, vb, qb, ob, tl.load(lse + row_at + rows), tl.load(delta + row_at + rows), dk, dv,
-                               scale, 0, False)
-        begin = whole
-    for start in tl.range(begin, tq, M, num_stages=1):
-        qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, M, D, False)
-        ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, M, D, False)
-        rows = start + tl.arange(0, M)
-        # lse = inf makes the weight of a row that does not exist exactly 0.
-        row_lse = tl.load(lse + row_at + rows, rows < tq, other=float("inf"))
-        row_delta = tl.load(delta + row_at + rows, rows < tq, other=0.0)
-        if CAUSAL:
-            keep = (first + tl.arange(0, N))[:, None] <= (rows + offset)[None, :]
-            dk, dv = _key_step(kb, vb, qb, ob, row_lse, row_delta, dk, dv, scale, keep, True)
-        else:
-            dk, dv = _key_step(kb, vb, qb, ob, row_lse, row_delta, dk, dv, scale, 0, False)
+            dk, dv = _key_step(kb, vb, qb, ob, tl.load(pairs + row_at + start + tl.arange(0, M)), dk, dv, scale, 0,
+                               False)
+        if TAIL:
+            for start in tl.range(whole, tq, TAIL, num_stages=1):  # once; without a loop ptxas serializes the products
+                qb = _block(q_desc, q, stride_q, base, start, col_q, tq, dims, TAIL, D, False)
+                ob = _block(do_desc, dout, stride_o, base, start, col_o, tq, dims, TAIL, D, False)
+                dk, dv = _key_step(kb, vb, qb, ob, tl.load(pairs + row_at + start + tl.arange(0, TAIL)), dk, dv, scale,
+                                   0, False)
     return dk, dv
 
 
 @triton.jit
-def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
-                   dk0, dv0, dk1, dv1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, dims,
-                   scale, softmax_scale,
+def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, pairs0, pairs1, k0, v0, k1, v1, dk0, dv0,
+                   dk1, dv1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1, rows0, rows1,
+                   dims, scale, softmax_scale,
                    sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
-                   M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-                   LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
-                   TMA: tl.constexpr):
+                   M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TAIL0: tl.constexpr, TAIL1: tl.constexpr,
+                   TWO_Q: tl.constexpr, TWO_K: tl.constexpr, LEN0: tl.constexpr, LEN1: tl.constexpr,
+                   CAUSAL: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr):
     """dk and dv of N keys of one head of one sample: all its queries in order. With NORM, dk is what lies before the
     keys' norm."""
     tile = tl.program_id(0)
@@ -247,13 +257,13 @@ def _backward_keys(q0_desc, do0_desc, q1_desc, do1_desc, q0, do0, q1, do1, lse0,
         kb = _block(k, k, stride_k, sample * tk, first, 0, length, dims, N, D, False)
         vb = _block(v, v, stride_v, sample * tk, first, 0, length, dims, N, D, False)
         pair = sample.to(tl.int64) * heads + head
-        dk, dv = _over_queries(kb, vb, q0_desc, do0_desc, q0, do0, lse0, delta0, sq0, tq0, sample * tq0, pair * tq0,
+        dk, dv = _over_queries(kb, vb, q0_desc, do0_desc, q0, do0, pairs0, sq0, tq0, sample * tq0, pair * rows0,
                                head * sq0h, head * dims, heads * dims, dims, first, tk0 - tq0, scale, dk, dv, M, N, D,
-                               CAUSAL, TMA)
+                               TAIL0, CAUSAL, TMA)
         if TWO_Q:
-            dk, dv = _over_queries(kb, vb, q1_desc, do1_desc, q1, do1, lse1, delta1, sq1, tq1, sample * tq1,
-                                   pair * tq1, head * sq1h, head * dims, heads * dims, dims, first, 0, scale, dk, dv, M,
-                                   N, D, False, TMA)
+            dk, dv = _over_queries(kb, vb, q1_desc, do1_desc, q1, do1, pairs1, sq1, tq1, sample * tq1,
+                                   pair * rows1, head * sq1h, head * dims, heads * dims, dims, first, 0, scale, dk, dv,
+                                   M, N, D, TAIL1, False, TMA)
     rows = first + tl.arange(0, N)
     cols = tl.arange(0, D)
     # Keys behind the sample's length take part in nothing.
@@ -283,8 +293,9 @@ def _query_step(q, dout, kb, vb, lse, delta, dq, scale, valid, MASK: tl.constexp
 
 @triton.jit
 def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq, first, length, base, col_k, col_v,
-               dims, offset, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-               TMA: tl.constexpr):
+               dims, offset, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
+               CAUSAL: tl.constexpr, TMA: tl.constexpr):
+    """All keys of one segment; behind the last whole block they come in blocks of TAIL: one block unless CAUSAL."""
     stop = length
     whole = length // N * N
     if CAUSAL:
@@ -294,26 +305,28 @@ def _over_keys(q, dout, lse, delta, k_desc, v_desc, k, v, stride_k, stride_v, dq
         kb = _block(k_desc, k, stride_k, base, start, col_k, stop, dims, N, D, TMA)
         vb = _block(v_desc, v, stride_v, base, start, col_v, stop, dims, N, D, TMA)
         dq = _query_step(q, dout, kb, vb, lse, delta, dq, scale, 0, False)
-    for start in tl.range(whole, stop, N, num_stages=1):
-        kb = _block(k_desc, k, stride_k, base, start, col_k, length, dims, N, D, False)
-        vb = _block(v_desc, v, stride_v, base, start, col_v, length, dims, N, D, False)
-        keys = start + tl.arange(0, N)
-        valid = (keys < length)[None, :]
-        if CAUSAL:
-            valid = valid & (keys[None, :] <= (first + offset + tl.arange(0, M))[:, None])
-        dq = _query_step(q, dout, kb, vb, lse, delta, dq, scale, valid, True)
+    if TAIL:
+        for start in tl.range(whole, stop, TAIL, num_stages=1):
+            kb = _block(k_desc, k, stride_k, base, start, col_k, length, dims, TAIL, D, False)
+            vb = _block(v_desc, v, stride_v, base, start, col_v, length, dims, TAIL, D, False)
+            keys = start + tl.arange(0, TAIL)
+            valid = (keys < length)[None, :]
+            if CAUSAL:
+                valid = valid & (keys[None, :] <= (first + offset + tl.arange(0, M))[:, None])
+            dq = _query_step(q, dout, kb, vb, lse, delta, dq, scale, valid, True)
     return dq
 
 
 @triton.jit
-def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1,
-                      dq0, dq1, out0, out1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1,
-                      dims, scale, softmax_scale,
+def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, pairs0, pairs1, k0, v0, k1, v1, dq0, dq1,
+                      out0, out1, lse0, lse1, norm0, norm1, rstd0, rstd1, len0, len1, heads, tiles0, tq0, tq1, tk0, tk1,
+                      rows0, rows1, dims, scale, softmax_scale,
                       sq0, sq0h, sq1, sq1h, sk0, sk0h, sv0, sv0h, sk1, sk1h, sv1, sv1h,
-                      M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-                      LEN0: tl.constexpr, LEN1: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
-                      TMA: tl.constexpr):
-    """dq of M queries of one head of one sample: all its keys in order. Also writes their deltas, as `_delta` does.
+                      M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TAIL0: tl.constexpr, TAIL1: tl.constexpr,
+                      TWO_Q: tl.constexpr, TWO_K: tl.constexpr, LEN0: tl.constexpr, LEN1: tl.constexpr,
+                      CAUSAL: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr):
+    """dq of M queries of one head of one sample: all its keys in order. Also writes their (lse, delta) for the other
+    kernel, (inf, 0) up to the tile's end.
     With NORM, dq is what lies before the queries' norm."""
     tile = tl.program_id(0)
     sample = tl.program_id(1) // heads
@@ -324,7 +337,8 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
     dq_out = dq0
     out = out0
     lse = lse0
-    delta = delta0
+    pairs = pairs0
+    padded = rows0
     norm = norm0
     rstd = rstd0
     tq = tq0
@@ -339,26 +353,27 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, lse0
             dq_out = dq1
             out = out1
             lse = lse1
-            delta = delta1
+            pairs = pairs1
+            padded = rows1
             tq = tq1
     first = tile * M
     rows = first + tl.arange(0, M)
     cols = tl.arange(0, D)
     qb = _block(q, q, stride_q, sample * tq, first, 0, tq, dims, M, D, False)
     ob = _block(dout, dout, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
-    at_row = (sample.to(tl.int64) * heads + head) * tq + rows
-    row_lse = tl.load(lse + at_row, rows < tq, other=float("inf"))
+    pair = sample.to(tl.int64) * heads + head
+    row_lse = tl.load(lse + pair * tq + rows, rows < tq, other=float("inf"))
     yb = _block(out, out, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
     row_delta = tl.sum(yb.to(tl.float32) * ob.to(tl.float32), 1)
-    tl.store(delta + at_row, row_delta, rows < tq)
+    tl.store(pairs + pair * padded + rows, _pack(row_lse, row_delta))
     dq = tl.zeros((M, D), tl.float32)
     dq = _over_keys(qb, ob, row_lse, row_delta, k0_desc, v0_desc, k0, v0, sk0, sv0, dq, first,
                     _length(len0, sample, tk0, LEN0), sample * tk0, head * sk0h, head * sv0h, dims, tk0 - tq0, scale, M,
-                    N, D, CAUSAL, TMA)
+                    N, D, TAIL0, CAUSAL, TMA)
     if TWO_K:
         dq = _over_keys(qb, ob, row_lse, row_delta, k1_desc, v1_desc, k1, v1, sk1, sv1, dq, first,
                         _length(len1, sample, tk1, LEN1), sample * tk1, head * sk1h, head * sv1h, dims, 0, scale, M, N,
-                        D, False, TMA)
+                        D, TAIL1, False, TMA)
     at_out = (sample.to(tl.int64) * tq + rows) * heads + head
     dq = dq * softmax_scale
     if NORM:
@@ -395,6 +410,7 @@ def _descriptors(tensors: tuple[Tensor, ...], rows: int, tma: bool) -> list[Tens
 FORWARD = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)}
 # Keys: (queries a block, keys a program, ...); queries: (queries a program, keys a block, ...).
 BACKWARD_KEYS = {64: (64, 64, 4, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)}
+KEYS_REGISTERS = {64: 168}  # a thread: three programs an SM in place of two, worth the few that are spilled
 BACKWARD_QUERIES = {64: (64, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
 
 
@@ -406,6 +422,15 @@ def _specialized(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
     from . import hopper_attention, hopper_attention_backward
 
     return hopper_attention, hopper_attention_backward
+
+
+def _rest(tokens: int, block: int, any_number: bool) -> int:
+    """Rows of the block that takes what fills none of `block` rows: fewer where they are enough, which adds fewer exact
+    zeros and so changes no bit. 0: none is left over. `any_number`: lengths differ, so any may be left over."""
+    if any_number:
+        return block
+    left = tokens % block
+    return min(block, max(16, triton.next_power_of_2(left))) if left else 0
 
 
 def _sizes(table: dict, padded: int) -> tuple[int, int, int, int]:
@@ -478,8 +503,8 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
             t.zero_()
         return dqs, dks, dvs
     padded = max(16, triton.next_power_of_2(dims))
-    deltas = tuple(torch.empty_like(lse) for lse in lses)
     if norms is None and (special := _specialized(qs[0].device)) is not None and dims in special[1].BACKWARD_KEYS:
+        deltas = tuple(torch.empty_like(lse) for lse in lses)
         for out, dout, delta in zip(outs, douts, deltas, strict=True):
             if out.numel():
                 tokens = out.shape[1]
@@ -491,9 +516,13 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
     qs, ks, vs = (tuple(map(_rows_of_samples, ts)) for ts in (qs, ks, vs))
     q0, q1, two_q = _pairs(qs)
     (k0, k1, two_k), (v0, v1, _) = _pairs(ks), _pairs(vs)
-    (do0, do1, _), (lse0, lse1, _), (delta0, delta1, _) = _pairs(douts), _pairs(lses), _pairs(deltas)
+    (do0, do1, _), (lse0, lse1, _) = _pairs(douts), _pairs(lses)
     len0, len1 = lengths[0], lengths[-1]
-    shared = (q0, do0, q1, do1, lse0, lse1, delta0, delta1, k0, v0, k1, v1)
+    block = _sizes(BACKWARD_QUERIES, padded)[0]
+    pairs = tuple(torch.empty((batch, heads, -(-q.shape[1] // block) * block), dtype=torch.int64, device=q.device)
+                  for q in qs)
+    (pairs0, pairs1, _) = _pairs(pairs)
+    shared = (q0, do0, q1, do1, pairs0, pairs1, k0, v0, k1, v1)
 
     def run(kernel, table: dict, outputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], over: tuple[Tensor, ...],
             tile: int, through: Norms | None) -> None:
@@ -510,12 +539,17 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
             m, n, warps, stages = sizes
             arguments = [
                 *_descriptors(walked, sizes[1 - tile], tma), *shared, *outputs, *ends, len0, len1, heads, tiles[0],
-                q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], dims, scale * LOG2_E, scale,
-                q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1), k0.stride(2), v0.stride(1),
-                v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2)]
-            constants = {"M": m, "N": n, "D": padded, "TWO_Q": two_q, "TWO_K": two_k, "LEN0": len0 is not None,
-                         "LEN1": len1 is not None, "CAUSAL": causal, "NORM": through is not None, "TMA": tma,
-                         "num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+                q0.shape[1], q1.shape[1], k0.shape[1], k1.shape[1], pairs0.shape[2], pairs1.shape[2], dims,
+                scale * LOG2_E, scale, q0.stride(1), q0.stride(2), q1.stride(1), q1.stride(2), k0.stride(1),
+                k0.stride(2), v0.stride(1), v0.stride(2), k1.stride(1), k1.stride(2), v1.stride(1), v1.stride(2)]
+            rest = [_rest(t.shape[1], sizes[1 - tile], causal or (tile == 0 and given is not None))
+                    for t, given in zip((walked[0], walked[2]), (len0, len1), strict=True)]
+            constants = {"M": m, "N": n, "D": padded, "TAIL0": rest[0], "TAIL1": rest[1], "TWO_Q": two_q,
+                         "TWO_K": two_k, "LEN0": len0 is not None, "LEN1": len1 is not None, "CAUSAL": causal,
+                         "NORM": through is not None, "TMA": tma, "num_warps": warps, "num_stages": stages,
+                         "enable_fp_fusion": False}
+            if kernel is _backward_keys and padded in KEYS_REGISTERS:
+                constants["maxnreg"] = KEYS_REGISTERS[padded]
             return (sum(tiles), batch * heads), arguments, constants
 
         if sum(tiles):
@@ -523,8 +557,9 @@ def backward(douts: tuple[Tensor, ...], qs: tuple[Tensor, ...], ks: tuple[Tensor
             launch(kernel, (signature(*pointers), two_q, two_k, causal, scale, sizes, tma),
                    (*pointers, *(walked if tma else ())), make)
 
-    # Queries first: that kernel writes the deltas that the other one reads.
+    # Queries first: that kernel writes the pairs that the other one reads.
     q_norms, k_norms = (None, None) if norms is None else norms
-    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1], outs[0], outs[-1]), (k0, v0, k1, v1), qs, 0, q_norms)
+    run(_backward_queries, BACKWARD_QUERIES, (dqs[0], dqs[-1], outs[0], outs[-1], lse0, lse1), (k0, v0, k1, v1), qs, 0,
+        q_norms)
     run(_backward_keys, BACKWARD_KEYS, (dks[0], dvs[0], dks[-1], dvs[-1]), (q0, do0, q1, do1), ks, 1, k_norms)
     return dqs, dks, dvs
