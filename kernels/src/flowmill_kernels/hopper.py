@@ -180,8 +180,7 @@ def _epilogue(acc, row, col, bias_row, gate_one, gate_two, gate, residual, out_t
         acc = acc + gl.expand_dims(bias_row.to(gl.float32), 0)
     if GELU:
         acc = acc.to(out_tile.dtype).to(gl.float32)
-        u = 0.7978845608028654 * (acc + 0.044715 * (acc * acc * acc))
-        acc = 0.5 * acc * (2.0 - 2.0 / (gl.exp(2.0 * u) + 1.0))
+        acc = acc * (1.0 - 1.0 / (gl.exp2(acc * gl.fma(acc * acc, 0.10294324, 2.3022082)) + 1.0))  # _gelu_rest there
     if GATE == 1 or (RESIDUAL and not TILE_IN):
         inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
     if GATE == 2:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import do_not_replay, launch, signature
+from .triton_backend import _gelu_rest
 
 TOKEN_CHUNK = 1024  # tokens of one partial sum over tokens: part of its order
 CHUNK = 4096  # elements of one step of a sum over a long row: part of its order
@@ -86,6 +87,11 @@ def _norm_modulate(x, y, y2, weight, bias, scale, shift, scale2, shift2, T, C, e
             tl.store(y2 + at, (v * one2 + move2).to(y.dtype.element_ty), mask)
 
 
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["T", "blocks"])
 def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scale2, T, C, eps, blocks, stride_xb,
                             stride_xt, stride_scale, stride_scale2, ROWS: tl.constexpr, STEPS: tl.constexpr,
@@ -115,15 +121,18 @@ def _norm_modulate_backward(dy, dy2, x, add, dx, mean, rstd, weight, scale, scal
                 g = g + tl.load(dy2 + at, mask, other=0.0).to(tl.float32) * one2
         else:
             g = tl.load(dy2 + at, mask, other=0.0).to(tl.float32) * one2
+        if ADD:  # on its way while the sums are taken
+            more = tl.load(add + at, mask, other=0.0)
         if AFFINE:
             g = g * w
-        middle = tl.sum(v, 1) / C
+        middle, g_middle = tl.reduce((v, g), 1, _add_both)
+        middle = middle / C
         v = tl.where(inside, v - middle[:, None], 0.0)
-        r = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
-        v = v * r[:, None]
-        d = r[:, None] * ((g - (tl.sum(g, 1) / C)[:, None]) - v * (tl.sum(g * v, 1) / C)[:, None])
+        square, product = tl.reduce((v * v, g * v), 1, _add_both)
+        r = tl.rsqrt(square / C + eps)
+        d = r[:, None] * ((g - (g_middle / C)[:, None]) - (v * r[:, None]) * (product * r / C)[:, None])
         if ADD:
-            d = d + tl.load(add + at, mask, other=0.0).to(tl.float32)
+            d = d + more.to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask)
         if STATS:
             tl.store(mean + sample * T + lines, middle, lines < T)
@@ -275,9 +284,7 @@ def _normal_cdf(v):
 def _activation(v, up, OP: tl.constexpr):
     """An activation of v; `up` is SwiGLU's second factor."""
     if OP == 0:
-        # tanh(u) = 1 - 2 / (exp(2u) + 1), as in the GEMM's epilogue
-        u = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
-        y = 0.5 * v * (2.0 - 2.0 / (tl.exp(2.0 * u) + 1.0))
+        y = v * (1.0 - _gelu_rest(v))  # as in the GEMM's epilogue
     elif OP == 1:
         cdf, _ = _normal_cdf(v)
         y = v * cdf
@@ -292,10 +299,9 @@ def _activation(v, up, OP: tl.constexpr):
 def _slope(v, OP: tl.constexpr):
     """The activation's derivative at v."""
     if OP == 0:
-        u = 0.7978845608028654 * (v + 0.044715 * (v * v * v))
-        e = 1.0 / (tl.exp(2.0 * u) + 1.0)
-        du = 0.7978845608028654 * (1.0 + 0.134145 * (v * v))
-        d = (1.0 - e) + 2.0 * v * (e * (1.0 - e)) * du
+        rest = _gelu_rest(v)
+        share = 1.0 - rest
+        d = tl.fma(v * (rest * share), tl.fma(v * v, 0.21406445, 1.5957691), share)
     elif OP == 1:
         cdf, bell = _normal_cdf(v)
         d = cdf + v * (0.3989422804014327 * bell)
