@@ -55,18 +55,14 @@ def spreads(n: int, k: int, tokens: int, tile: Tile, samples: int, leaves: int) 
 
 
 @triton.jit
-def _sample_sum(wide, narrow, s, a_at, b_at, T, A, B, stride_ws, stride_wt, stride_ns, stride_nt,
-                BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr):
-    """fp32 [BLOCK_A, BLOCK_B]: wide[s].T @ narrow[s], tokens in order."""
-    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
-    for t in range(0, T, _TOKENS):
-        ts = (t + tl.arange(0, _TOKENS)).to(tl.int64)
-        a = tl.load(wide + s * stride_ws + ts[:, None] * stride_wt + a_at[None, :],
-                    (ts < T)[:, None] & (a_at < A)[None, :], other=0.0)
-        b = tl.load(narrow + s * stride_ns + ts[:, None] * stride_nt + b_at[None, :],
-                    (ts < T)[:, None] & (b_at < B)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc)
-    return acc
+def _add_tokens(acc, wide, narrow, s, t, a_at, b_at, T, A, B, stride_ws, stride_wt, stride_ns, stride_nt):
+    """acc + wide[s].T @ narrow[s] of the tokens t .. t + TOKENS."""
+    ts = (t + tl.arange(0, _TOKENS)).to(tl.int64)
+    a = tl.load(wide + s * stride_ws + ts[:, None] * stride_wt + a_at[None, :],
+                (ts < T)[:, None] & (a_at < A)[None, :], other=0.0)
+    b = tl.load(narrow + s * stride_ns + ts[:, None] * stride_nt + b_at[None, :],
+                (ts < T)[:, None] & (b_at < B)[None, :], other=0.0)
+    return tl.dot(tl.trans(a), b, acc)
 
 
 @triton.jit
@@ -110,18 +106,26 @@ def _wgrad(wide, narrow, out, out_1, out_2, first_sample, first_leaf, num_sample
         to = to + (b_at.to(tl.int64)[None, :] * A + a_at[:, None])
     else:
         to = to + (a_at.to(tl.int64)[:, None] * B + b_at[None, :])
+    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
     if SPREAD:
-        acc = _sample_sum(wide, narrow, row.to(tl.int64), a_at, b_at, T, A, B, stride_ws, stride_wt, stride_ns,
-                          stride_nt, BLOCK_A, BLOCK_B)
+        for t in range(0, T, _TOKENS):
+            acc = _add_tokens(acc, wide, narrow, row.to(tl.int64), t, a_at, b_at, T, A, B, stride_ws, stride_wt,
+                              stride_ns, stride_nt)
         tl.store(to, acc, inside)
     else:
         first = _number(first_sample, FROM_DEVICE)
         start, stop = _leaf_range(first_leaf + row, first, num_samples, batch)
         if start < stop:
             total = tl.load(to, inside, other=0.0)
-            for sample in range(start, stop):
-                total = total + _sample_sum(wide, narrow, (sample - first).to(tl.int64), a_at, b_at, T, A, B,
-                                            stride_ws, stride_wt, stride_ns, stride_nt, BLOCK_A, BLOCK_B)
+            steps = tl.cdiv(T, _TOKENS)
+            for step in range((stop - start) * steps):  # one loop, so that loads run ahead over a sample's end
+                sample = start - first + step // steps
+                t = step % steps * _TOKENS
+                acc = _add_tokens(acc, wide, narrow, sample.to(tl.int64), t, a_at, b_at, T, A, B, stride_ws, stride_wt,
+                                  stride_ns, stride_nt)
+                if t + _TOKENS >= T:
+                    total = total + acc
+                    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
             tl.store(to, total, inside)
 
 
