@@ -121,13 +121,23 @@ def _forward_loads(q0, q1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, k_tiles,
 
 
 @gluon.jit
-def _zero_behind(tile, valid, ROWS: gl.constexpr, D: gl.constexpr):
-    """Overwrite rows from `valid` on: 0 * nan is nan. Every group does it before it reads, all with the same bytes."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    values = tile.load(layout)
-    tile.store(gl.where(gl.expand_dims(rows < valid, 1), values, gl.zeros_like(values)))
-    fence_async_shared()
+def _zero_behind(tile, valid, ready, clean, phase, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """Rows from `valid` on are zeros before any group reads them: 0 * nan is nan.
+
+    The first group overwrites them, the others wait for it. It passes `clean` at every block: no slot is filled again
+    before all groups have left it, so the phase is that of `ready`.
+    """
+    if GROUP == 0:
+        if valid < ROWS:
+            mbarrier.wait(ready, phase)
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+            rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            values = tile.load(layout)
+            tile.store(gl.where(gl.expand_dims(rows < valid, 1), values, gl.zeros_like(values)))
+            fence_async_shared()
+        mbarrier.arrive(clean, count=1)
+    elif valid < ROWS:
+        mbarrier.wait(clean, phase)
 
 
 @gluon.jit
@@ -155,8 +165,8 @@ def _mask(s, block, blocks0, len0, len1, last, layout: gl.constexpr, BLOCK_N: gl
 
 @gluon.jit
 def _attend(step, blocks, blocks0, len0, len1, last, scale, q, k_tiles, v_tiles, q_empty, k_ready, k_empty, v_ready,
-            v_empty, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TWO_K: gl.constexpr,
-            CLEAN: gl.constexpr, CAUSAL: gl.constexpr):
+            v_empty, v_clean, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+            TWO_K: gl.constexpr, CLEAN: gl.constexpr, CAUSAL: gl.constexpr):
     """The online softmax of 64 queries over at least one block of keys; `scale` includes log2(e)."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                        instr_shape=[16, BLOCK_N, 16])
@@ -169,10 +179,9 @@ def _attend(step, blocks, blocks0, len0, len1, last, scale, q, k_tiles, v_tiles,
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     s, valid = _mask(s, 0, blocks0, len0, len1, last, s_layout, BLOCK_N, TWO_K, CAUSAL)
-    if CLEAN:  # noqa: SIM102
-        if valid < BLOCK_N:
-            mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-            _zero_behind(v_tiles.index(slot), valid, BLOCK_N, D)
+    if CLEAN:
+        _zero_behind(v_tiles.index(slot), valid, v_ready.index(slot), v_clean.index(slot), step // STAGES & 1, GROUP,
+                     BLOCK_N, D)
     top = gl.max(s, 1) * scale
     p = gl.exp2(gl.fma(s, scale, gl.expand_dims(-top, 1)))
     total = gl.sum(p, 1)
@@ -190,10 +199,9 @@ def _attend(step, blocks, blocks0, len0, len1, last, scale, q, k_tiles, v_tiles,
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         s, valid = _mask(s, i, blocks0, len0, len1, last, s_layout, BLOCK_N, TWO_K, CAUSAL)
-        if CLEAN:  # noqa: SIM102
-            if valid < BLOCK_N:
-                mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-                _zero_behind(v_tiles.index(slot), valid, BLOCK_N, D)
+        if CLEAN:
+            _zero_behind(v_tiles.index(slot), valid, v_ready.index(slot), v_clean.index(slot), step // STAGES & 1,
+                         GROUP, BLOCK_N, D)
         new_top = gl.maximum(top, gl.max(s, 1) * scale)
         p = gl.exp2(gl.fma(s, scale, gl.expand_dims(-new_top, 1)))
         shrink = gl.exp2(top - new_top)
@@ -224,8 +232,8 @@ def _store(out, lse, total, top, out_tile, sample, head, pair, row, tokens, D: g
 
 @gluon.jit
 def _forward_group(o0, o1, lse0, lse1, len0_ptr, len1_ptr, q_tile, out_tile, k_tiles, v_tiles, q_ready, q_empty,
-                   k_ready, k_empty, v_ready, v_empty, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale,
-                   GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                   k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0,
+                   tk1, scale, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                    STAGES: gl.constexpr, TWO_Q: gl.constexpr, TWO_K: gl.constexpr, LEN0: gl.constexpr,
                    LEN1: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr):
     """Four warps: 64 queries of every tile of this program."""
@@ -245,8 +253,8 @@ def _forward_group(o0, o1, lse0, lse1, len0_ptr, len1_ptr, q_tile, out_tile, k_t
         top = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
         if (unit < units) & (blocks > 0):
             acc, total, top = _attend(step, blocks, blocks0, len0, len1, unit * 64 + tk0 - tq0, scale, q_tile, k_tiles,
-                                      v_tiles, q_empty, k_ready, k_empty, v_ready, v_empty, BLOCK_N, D, STAGES, TWO_K,
-                                      LEN0 or LEN1, CAUSAL)
+                                      v_tiles, q_empty, k_ready, k_empty, v_ready, v_empty, v_clean, GROUP, BLOCK_N, D,
+                                      STAGES, TWO_K, LEN0 or LEN1, CAUSAL)
         else:  # no queries, or no keys: let the slots pass
             mbarrier.arrive(q_empty, count=1)
             for i in range(blocks):
@@ -284,6 +292,15 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
     return ready, empty
 
 
+@gluon.jit
+def _clean_barriers(COUNT: gl.constexpr):
+    """One of every slot, for `_zero_behind`."""
+    clean = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(clean.index(i), count=1)
+    return clean
+
+
 @gluon.jit(do_not_specialize=["total_tiles", "tiles", "units0", "units", "tq0", "tq1", "tk0", "tk1"])
 def _forward(q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, total_tiles, tiles, heads, units0, units, tq0, tq1,
              tk0, tk1, scale, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -298,18 +315,19 @@ def _forward(q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, total_tiles
     q_ready, q_empty = _barriers(GROUPS, 1)
     k_ready, k_empty = _barriers(STAGES, GROUPS)
     v_ready, v_empty = _barriers(STAGES, GROUPS)
+    v_clean = _clean_barriers(STAGES)
     fence_async_shared()
     my_tiles = gl.cdiv(total_tiles - gl.program_id(0), gl.num_programs(0))
     if GROUPS == 2:
         gl.warp_specialize([
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(0), out_tiles.index(0), k_tiles, v_tiles,
-                              q_ready.index(0), q_empty.index(0), k_ready, k_empty, v_ready, v_empty, my_tiles, tiles,
-                              heads, units0, units, tq0, tq1, tk0, tk1, scale, 0, GROUPS, BLOCK_N, D, STAGES, TWO_Q,
-                              TWO_K, LEN0, LEN1, CAUSAL, LSE)),
+                              q_ready.index(0), q_empty.index(0), k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles,
+                              tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, 0, GROUPS, BLOCK_N, D, STAGES,
+                              TWO_Q, TWO_K, LEN0, LEN1, CAUSAL, LSE)),
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(1), out_tiles.index(1), k_tiles, v_tiles,
-                              q_ready.index(1), q_empty.index(1), k_ready, k_empty, v_ready, v_empty, my_tiles, tiles,
-                              heads, units0, units, tq0, tq1, tk0, tk1, scale, 1, GROUPS, BLOCK_N, D, STAGES, TWO_Q,
-                              TWO_K, LEN0, LEN1, CAUSAL, LSE)),
+                              q_ready.index(1), q_empty.index(1), k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles,
+                              tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, 1, GROUPS, BLOCK_N, D, STAGES,
+                              TWO_Q, TWO_K, LEN0, LEN1, CAUSAL, LSE)),
             (_forward_loads, (q0, q1, k0, v0, k1, v1, len0, len1, q_tiles, k_tiles, v_tiles, q_ready, q_empty, k_ready,
                               k_empty, v_ready, v_empty, my_tiles, tiles, heads, units0, tq0, tk0, tk1, GROUPS, BLOCK_N,
                               D, STAGES, TWO_Q, TWO_K, LEN0, LEN1, CAUSAL)),
@@ -317,17 +335,17 @@ def _forward(q0, q1, k0, v0, k1, v1, o0, o1, lse0, lse1, len0, len1, total_tiles
     else:
         gl.warp_specialize([
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(0), out_tiles.index(0), k_tiles, v_tiles,
-                              q_ready.index(0), q_empty.index(0), k_ready, k_empty, v_ready, v_empty, my_tiles, tiles,
-                              heads, units0, units, tq0, tq1, tk0, tk1, scale, 0, GROUPS, BLOCK_N, D, STAGES, TWO_Q,
-                              TWO_K, LEN0, LEN1, CAUSAL, LSE)),
+                              q_ready.index(0), q_empty.index(0), k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles,
+                              tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, 0, GROUPS, BLOCK_N, D, STAGES,
+                              TWO_Q, TWO_K, LEN0, LEN1, CAUSAL, LSE)),
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(1), out_tiles.index(1), k_tiles, v_tiles,
-                              q_ready.index(1), q_empty.index(1), k_ready, k_empty, v_ready, v_empty, my_tiles, tiles,
-                              heads, units0, units, tq0, tq1, tk0, tk1, scale, 1, GROUPS, BLOCK_N, D, STAGES, TWO_Q,
-                              TWO_K, LEN0, LEN1, CAUSAL, LSE)),
+                              q_ready.index(1), q_empty.index(1), k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles,
+                              tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, 1, GROUPS, BLOCK_N, D, STAGES,
+                              TWO_Q, TWO_K, LEN0, LEN1, CAUSAL, LSE)),
             (_forward_group, (o0, o1, lse0, lse1, len0, len1, q_tiles.index(2), out_tiles.index(2), k_tiles, v_tiles,
-                              q_ready.index(2), q_empty.index(2), k_ready, k_empty, v_ready, v_empty, my_tiles, tiles,
-                              heads, units0, units, tq0, tq1, tk0, tk1, scale, 2, GROUPS, BLOCK_N, D, STAGES, TWO_Q,
-                              TWO_K, LEN0, LEN1, CAUSAL, LSE)),
+                              q_ready.index(2), q_empty.index(2), k_ready, k_empty, v_ready, v_empty, v_clean, my_tiles,
+                              tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale, 2, GROUPS, BLOCK_N, D, STAGES,
+                              TWO_Q, TWO_K, LEN0, LEN1, CAUSAL, LSE)),
             (_forward_loads, (q0, q1, k0, v0, k1, v1, len0, len1, q_tiles, k_tiles, v_tiles, q_ready, q_empty, k_ready,
                               k_empty, v_ready, v_empty, my_tiles, tiles, heads, units0, tq0, tk0, tk1, GROUPS, BLOCK_N,
                               D, STAGES, TWO_Q, TWO_K, LEN0, LEN1, CAUSAL)),

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_attention import (
     LOG2_E,
     _barriers,
+    _clean_barriers,
     _copy_in,
     _copy_rows,
     _ends,
@@ -74,8 +75,8 @@ def _query_loads(q0, q1, do0, do1, k0, v0, k1, v1, len0_ptr, len1_ptr, q_tiles, 
 
 @gluon.jit
 def _query_sum(step, blocks, blocks0, len0, len1, last, scale, lse, delta, q, dout, k_tiles, v_tiles, k_ready, k_empty,
-               v_ready, v_empty, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TWO_K: gl.constexpr,
-               CLEAN: gl.constexpr, CAUSAL: gl.constexpr):
+               v_ready, v_empty, k_clean, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+               STAGES: gl.constexpr, TWO_K: gl.constexpr, CLEAN: gl.constexpr, CAUSAL: gl.constexpr):
     """dq / softmax scale of 64 queries: all their keys in order."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                        instr_shape=[16, BLOCK_N, 16])
@@ -98,12 +99,11 @@ def _query_sum(step, blocks, blocks0, len0, len1, last, scale, lse, delta, q, do
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         ds = p * (dp - delta)
-        if CLEAN:  # noqa: SIM102
-            if valid < BLOCK_N:
-                # The score's gradient may be 0 * nan there.
+        if CLEAN:
+            if valid < BLOCK_N:  # the score's gradient may be 0 * nan there
                 keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
                 ds = gl.where(gl.expand_dims(keys < valid, 0), ds, 0.0)
-                _zero_behind(k_tiles.index(slot), valid, BLOCK_N, D)
+            _zero_behind(k_tiles.index(slot), valid, k_ready.index(slot), k_clean.index(slot), phase, GROUP, BLOCK_N, D)
         dq = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), p_layout), k_tiles.index(slot), dq, is_async=True)
         # In flight across iterations the compiler would serialize all products.
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -122,8 +122,8 @@ def _row_values(lse, delta, pair, row, tokens, layout: gl.constexpr, ROWS: gl.co
 
 @gluon.jit
 def _query_group(dq0, dq1, lse0, lse1, delta0, delta1, len0_ptr, len1_ptr, q_tile, do_tile, out_tile, k_tiles, v_tiles,
-                 q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_tiles, tiles, heads, units0, units, tq0, tq1,
-                 tk0, tk1, scale, softmax_scale, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+                 q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, k_clean, my_tiles, tiles, heads, units0, units,
+                 tq0, tq1, tk0, tk1, scale, softmax_scale, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
                  STAGES: gl.constexpr, TWO_Q: gl.constexpr, TWO_K: gl.constexpr, LEN0: gl.constexpr,
                  LEN1: gl.constexpr, CAUSAL: gl.constexpr):
     """Four warps: dq of 64 queries of every tile of this program."""
@@ -149,8 +149,8 @@ def _query_group(dq0, dq1, lse0, lse1, delta0, delta1, len0_ptr, len1_ptr, q_til
         dq = gl.zeros([64, D], gl.float32, o_layout)
         if (unit < units) & (blocks > 0):
             dq = _query_sum(step, blocks, blocks0, len0, len1, unit * 64 + tk0 - tq0, scale, lse, delta, q_tile,
-                            do_tile, k_tiles, v_tiles, k_ready, k_empty, v_ready, v_empty, BLOCK_N, D, STAGES, TWO_K,
-                            LEN0 or LEN1, CAUSAL)
+                            do_tile, k_tiles, v_tiles, k_ready, k_empty, v_ready, v_empty, k_clean, GROUP, BLOCK_N,
+                            D, STAGES, TWO_K, LEN0 or LEN1, CAUSAL)
         else:  # no queries, or no keys: let the slots pass
             for i in range(blocks):
                 slot = (step + i) % STAGES
@@ -189,16 +189,17 @@ def _backward_queries(q0, q1, do0, do1, k0, v0, k1, v1, dq0, dq1, lse0, lse1, de
     q_ready, q_empty = _barriers(2, 1)
     k_ready, k_empty = _barriers(STAGES, 2)
     v_ready, v_empty = _barriers(STAGES, 2)
+    k_clean = _clean_barriers(STAGES)
     fence_async_shared()
     my_tiles = gl.cdiv(total_tiles - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize([
         (_query_group, (dq0, dq1, lse0, lse1, delta0, delta1, len0, len1, q_tiles.index(0), do_tiles.index(0),
                         out_tiles.index(0), k_tiles, v_tiles, q_ready.index(0), q_empty.index(0), k_ready, k_empty,
-                        v_ready, v_empty, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale,
+                        v_ready, v_empty, k_clean, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale,
                         softmax_scale, 0, BLOCK_N, D, STAGES, TWO_Q, TWO_K, LEN0, LEN1, CAUSAL)),
         (_query_group, (dq0, dq1, lse0, lse1, delta0, delta1, len0, len1, q_tiles.index(1), do_tiles.index(1),
                         out_tiles.index(1), k_tiles, v_tiles, q_ready.index(1), q_empty.index(1), k_ready, k_empty,
-                        v_ready, v_empty, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale,
+                        v_ready, v_empty, k_clean, my_tiles, tiles, heads, units0, units, tq0, tq1, tk0, tk1, scale,
                         softmax_scale, 1, BLOCK_N, D, STAGES, TWO_Q, TWO_K, LEN0, LEN1, CAUSAL)),
         (_query_loads, (q0, q1, do0, do1, k0, v0, k1, v1, len0, len1, q_tiles, do_tiles, k_tiles, v_tiles, q_ready,
                         q_empty, k_ready, k_empty, v_ready, v_empty, my_tiles, tiles, heads, units0, tq0, tk0, tk1,
