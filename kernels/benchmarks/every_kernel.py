@@ -132,6 +132,12 @@ def adapters() -> None:
     together = torch.zeros(3, 8, 32, 192, device="cuda")
     dy, x = (torch.randn(20, 70, size, device="cuda", dtype=torch.bfloat16) for size in (96, 192))
     wgrad_leaves_stacked(together.unbind(), dy, x, first_sample=0, plan=plan)
+    parameters = [torch.nn.Parameter(normal(40, 72)) for _ in range(2)]
+    with fk.GradientLeaves(parameters, plan) as collector:
+        with collector.micro_batch(0, 20):
+            fk.linear(normal(20, 9, 72), fk.Layer(parameters[0]), options=fk.KernelOptions("consistent", 2)).backward(
+                normal(20, 9, 40))
+        collector.finish()
     print("adapters", flush=True)
 
 

@@ -176,7 +176,7 @@ def test_lora_gradients_have_the_same_bits_for_every_micro_batch(micro: int) -> 
                 with leaves.micro_batch(first, len(part["hidden_states"])):
                     run(model, part).square().sum().backward()
             norm = leaves.finish()
-        grads[size] = [p.grad for p in parameters] + [torch.as_tensor(norm)]
+        grads[size] = [p.grad for p in parameters] + [norm]
     for one, other in zip(grads[total], grads[micro], strict=True):
         assert_bitwise_equal(one, other)
 

@@ -24,6 +24,7 @@ from flowmill_kernels import (
     wgrad_leaves,
 )
 from flowmill_kernels.collector import LARGE, deliver, deliver_outer
+from flowmill_kernels.schemes import tree_sum
 
 RANKS = GUARANTEES["leaf_sum"].tensor_parallel
 assert GUARANTEES["wgrad_leaves"].tensor_parallel == RANKS
@@ -336,7 +337,7 @@ def collect(x: torch.Tensor, micro_batch: int, plan: LeafPlan, passes: int = 1, 
         norm = leaves.finish(exchange)
     grads = [w.grad, b.grad]
     torch.optim.AdamW([w, b], lr=1e-2).step()
-    return [*grads, torch.tensor(norm), w.detach(), b.detach()]  # type: ignore[list-item]
+    return [*grads, norm, w.detach(), b.detach()]  # type: ignore[list-item]
 
 
 def collect_on_ranks(x: torch.Tensor, micro_batch: int, num_ranks: int, passes: int = 1) -> list[list[torch.Tensor]]:
@@ -662,7 +663,7 @@ def test_on_a_gpu_stacked_gradients_and_positions_in_memory_change_no_bit(dtype:
 
 
 @interpreter
-def test_samples_are_spread_where_one_leaf_takes_many() -> None:
+def test_interpreted_samples_are_spread_where_one_leaf_takes_many() -> None:
     from flowmill_kernels.triton_gradients import spreads, tile_for
 
     tile = tile_for(32, 1536)
@@ -686,6 +687,42 @@ def test_interpreted_leaves_add_samples_in_order() -> None:
             add_leaves(ours, gradients[rows], first_sample=first, plan=plan, backend="triton")
             add_leaves(want, gradients[rows], first_sample=first, plan=plan)
         assert_bitwise_equal(ours, want)
+
+
+def check_end(device: torch.device | str, counts: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """A GPU's end of a sum: the tree's bits, one rounding, and a norm that the number of leaves does not show in."""
+    from flowmill_kernels import cpu_backend, triton_gradients
+
+    for count in counts:
+        wide = torch.randn(8, count + 3, device=device)
+        for leaves in (wide[:, :count], wide[:4, :count], wide[:2, :count], wide[:1, :count]):
+            exact, norm = triton_gradients.sum_leaves(leaves, torch.float32)
+            assert_bitwise_equal(exact, tree_sum(leaves.unbind(), torch.add))
+            assert norm.dtype == torch.float64
+            assert norm.shape == ()
+            want = exact.double().norm()
+            assert abs(norm - want) <= 1e-13 * want
+            assert_bitwise_equal(triton_gradients.sum_leaves(exact[None], torch.float32)[1], norm)
+            for dtype in dtypes:
+                rounded, again = triton_gradients.sum_leaves(leaves, dtype)
+                assert_bitwise_equal(rounded, exact.to(dtype))
+                assert_bitwise_equal(again, norm)
+    leaves = torch.randn(8, 3, 5)
+    total, norm = cpu_backend.sum_leaves(leaves, torch.float16)
+    ours, our_norm = triton_gradients.sum_leaves(leaves.to(device), torch.float16)
+    assert_bitwise_equal(ours.cpu(), total)
+    assert abs(our_norm.cpu() - norm) <= 1e-14 * norm
+
+
+@interpreter
+def test_interpreted_leaves_end_in_one_pass() -> None:
+    check_end("cpu", (1, 1000, 1024, 5003), torch.float16)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_leaves_end_in_one_pass(gpu: torch.device) -> None:
+    # 5000003: more blocks than one step of the norm's sum takes
+    check_end(gpu, (1, 1000, 1024, 5003, 5_000_003), torch.float16, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -727,6 +764,6 @@ def test_on_a_gpu_a_models_gradients_have_the_same_bits_for_any_micro_batch(micr
                     assert deliver_outer(w, dy[first:first + size], x[first:first + size]) is None
                     assert deliver(b, bias[first:first + size]) is None
             norm = leaves.finish()
-        found.append((w.grad, b.grad, torch.tensor(norm)))
+        found.append((w.grad, b.grad, norm))
     for one, other in zip(*found, strict=True):
         assert_bitwise_equal(one, other)

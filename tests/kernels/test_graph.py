@@ -39,7 +39,7 @@ def gradients(leaves: GradientLeaves, call: Callable[[int, torch.Tensor], Any], 
         for first in range(0, len(x), size):
             call(first, x[first:first + size])
         norm = leaves.finish()
-    return [*(p.grad.clone() for p in leaves.parameters), torch.tensor(norm)]  # type: ignore[union-attr]
+    return [*(p.grad.clone() for p in leaves.parameters), norm]  # type: ignore[union-attr]
 
 
 def test_without_a_gpu_the_step_is_called() -> None:
@@ -132,7 +132,7 @@ def test_on_a_gpu_a_graph_gives_the_bits_of_the_step_update_after_update(gpu: to
                             with leaves.micro_batch(first, size):
                                 losses.append(step(**take(first)))
                     norm = leaves.finish()
-                found[how] += [torch.cat(losses), torch.tensor(norm), *(p.grad.clone() for p in parameters)]  # type: ignore[union-attr]
+                found[how] += [torch.cat(losses), norm, *(p.grad.clone() for p in parameters)]  # type: ignore[union-attr]
                 optimizer.step()
             found[how] += [p.detach().clone() for p in parameters]
     assert float(found["step"][1]) > 0

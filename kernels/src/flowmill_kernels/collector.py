@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from . import cpu_backend
-from .gradients import LeafPlan, _tree, add_leaves, all_reduce_leaves, wgrad_leaves, wgrad_leaves_stacked
+from .gradients import LeafPlan, _module, _tree, add_leaves, all_reduce_leaves, wgrad_leaves, wgrad_leaves_stacked
 from .schemes import NUM_SEGMENTS
 
 LARGE = 2**21
@@ -206,8 +205,11 @@ class GradientLeaves:
                                  position=self._position)
 
     @torch.no_grad()
-    def finish(self, exchange: Callable[[Tensor, int], Tensor] | None = None) -> float:
+    def finish(self, exchange: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
         """Combine leaves and ranks, set every parameter's ``.grad`` and return the gradient's Euclidean norm.
+
+        The norm is fp64 ``[]`` on the parameters' device, like torch's `clip_grad_norm_`'s: nothing waits for the GPU
+        before somebody reads it.
 
         Gradients have their parameter's dtype and are views of one flat tensor a dtype; a parameter that no sample
         used gets zeros. All ranks must call it, also one without samples.
@@ -232,26 +234,25 @@ class GradientLeaves:
                     "operation that is not of this package used it, and its sum over samples has no fixed order. Apply "
                     "the kernels to the whole module, or do not register the parameter")
         self._finished = True
+        module = _module("GradientLeaves", "auto", self.parameters[0])
         if self._uses:
             leaves = self._uses[0]
             for other in self._uses[1:]:  # a leaf's uses in order; in place, since entering empties them
                 leaves += other
-            rank_sum = _tree(leaves)
         else:  # a rank without samples takes part in the exchange all the same
-            rank_sum = torch.zeros(self._total, dtype=torch.float32, device=self.parameters[0].device)
-        total = all_reduce_leaves(rank_sum, self.plan, exchange)
+            leaves = torch.zeros((1, self._total), dtype=torch.float32, device=self.parameters[0].device)
+        if self.plan.num_ranks > 1:
+            rank_sum, _ = module.sum_leaves(leaves, torch.float32)
+            leaves = all_reduce_leaves(rank_sum, self.plan, exchange)[None]
+        dtypes = {p.dtype for p in self.parameters}
+        total, norm = module.sum_leaves(leaves, dtypes.pop() if len(dtypes) == 1 else torch.float32)
         sizes = [p.numel() for p in self.parameters]
         for dtype in {p.dtype for p in self.parameters}:
             parts = total.to(dtype).split(sizes)  # all at once: slices one by one take milliseconds
             for parameter, part in zip(self.parameters, parts, strict=True):
                 if parameter.dtype == dtype:
                     parameter.grad = part.view(parameter.shape)
-        return _norm(total)
-
-
-def _norm(total: Tensor) -> float:
-    """Euclidean norm: fp64 squares added by halving, so the order follows from the number of elements alone."""
-    return float(cpu_backend.halving_sum(total.double().square(), -1).sqrt())
+        return norm
 
 
 def _collector(parameter: Tensor) -> GradientLeaves | None:

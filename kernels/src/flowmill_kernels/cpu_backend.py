@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .heuristics import Layout
-from .schemes import Epilogue, Scheme, combine
+from .schemes import Epilogue, Scheme, combine, tree_sum
 
 
 def partial_sums(x: Tensor, w_kn: Tensor, scheme: Scheme, extra: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -273,6 +273,12 @@ def add_leaves(leaves: Tensor, per_sample: Tensor, first_sample: int, first_leaf
 
 # Attention. Products walk their inner index one at a time and sums over keys run in key order, so that keys that do not
 # exist (weight exactly 0) change no bit.
+
+def sum_leaves(leaves: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """([...] of `dtype`: the balanced tree over leaves [L, ...] fp32; fp64 []: the norm of it before its rounding)."""
+    total = tree_sum(leaves.unbind(), lambda a, b: a + b)
+    return total.to(dtype), halving_sum(total.double().square().flatten(), -1).sqrt()[0]
+
 
 def _walk(a: Tensor, b: Tensor) -> Tensor:
     """a [..., I, K] times b [..., K, J], K in order."""

@@ -22,6 +22,8 @@ from .schemes import NUM_SEGMENTS
 
 TOKENS = 64  # tokens a step: whole tensor-core steps, part of the order
 
+SQUARES = 1024  # elements of one block of a norm's sum: part of its order
+
 _TOKENS = tl.constexpr(TOKENS)
 _LEAVES = tl.constexpr(NUM_SEGMENTS)
 
@@ -145,6 +147,56 @@ def _add_leaves(per_sample, leaves, first_sample, first_leaf, num_samples, batch
             s = (sample - first).to(tl.int64)
             total = total + tl.load(per_sample + s * count + at, inside, other=0.0)
         tl.store(to, total, inside)
+
+
+@triton.jit
+def _leaf(leaves, leaf, stride_leaf, at, inside):
+    return tl.load(leaves + tl.full((), leaf, tl.int64) * stride_leaf + at, inside, other=0.0)
+
+
+@triton.jit
+def _sum_leaves(leaves, out, squares, count, stride_leaf, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the balanced tree over LEAVES leaves; squares[block] = sum of its squares before out's rounding, fp64."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = _leaf(leaves, 0, stride_leaf, at, inside)
+    if LEAVES >= 2:
+        total = total + _leaf(leaves, 1, stride_leaf, at, inside)
+    if LEAVES >= 4:
+        total = total + (_leaf(leaves, 2, stride_leaf, at, inside) + _leaf(leaves, 3, stride_leaf, at, inside))
+    if LEAVES == 8:
+        right = _leaf(leaves, 4, stride_leaf, at, inside) + _leaf(leaves, 5, stride_leaf, at, inside)
+        last = _leaf(leaves, 6, stride_leaf, at, inside) + _leaf(leaves, 7, stride_leaf, at, inside)
+        total = total + (right + last)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+    wide = total.to(tl.float64)
+    tl.store(squares + tl.program_id(0), tl.sum(wide * wide, 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _root_of_sum(x, out, count, BLOCK: tl.constexpr):
+    """The root of the sum of x [count], in one program: BLOCK elements at a time, in order."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = total + tl.load(x + at, at < count, other=0.0)
+    tl.store(out, tl.sqrt(tl.sum(total, 0)))
+
+
+def sum_leaves(leaves: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """([...] of `dtype`: the balanced tree over leaves [L, ...] fp32, each contiguous; fp64 []: the norm of it before
+    its rounding). L is 1, 2, 4 or 8; the order of the squares follows from the number of elements alone."""
+    count = leaves[0].numel()
+    blocks = _cdiv(count, SQUARES)
+    out = torch.empty(leaves.shape[1:], dtype=dtype, device=leaves.device)
+    squares = torch.empty(blocks, dtype=torch.float64, device=leaves.device)
+    norm = torch.empty((), dtype=torch.float64, device=leaves.device)
+    launch(_sum_leaves, (signature(leaves, out), len(leaves)), (leaves, out, squares),
+           lambda: ((blocks,), [leaves, out, squares, count, leaves.stride(0)],
+                    {"LEAVES": len(leaves), "BLOCK": SQUARES, "num_warps": 4, "enable_fp_fusion": False}))
+    launch(_root_of_sum, (blocks,), (squares, norm),
+           lambda: ((1,), [squares, norm, blocks], {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}))
+    return out, norm
 
 
 def wgrad_leaves(leaves: Tensor, dy: Tensor, x: Tensor, first_sample: int | Tensor, first_leaf: int, num_samples: int,
