@@ -60,7 +60,7 @@ $(TRITON)/.installed: $(STAMP)
 	touch $@
 
 test-interpreter: $(TRITON)/.installed ## Run the GPU kernels' tests in Triton's interpreter, without a GPU
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels -k interpreter
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels -k interpret
 
 test-gpu: env    ## Run the kernels' tests on this machine's GPU
 	$(BIN)/python -m pytest -n 8 tests/kernels -m gpu
