@@ -160,11 +160,11 @@ def _through_norm(g, y, weight, rstd, at, inside, dims, D: tl.constexpr):
 
 @triton.jit
 def _key_step(kb, vb, q, dout, pairs, dk, dv, scale, keep, MASK: tl.constexpr):
-    """What one block of queries adds to the gradients of a block of keys. A row that does not exist has lse = inf, so
-    its weight is exactly 0."""
+    """What one block of queries adds to the gradients of a block of keys. A row that does not exist has -lse = -inf,
+    so its weight is exactly 0."""
     s = tl.dot(kb, tl.trans(q))
-    lse, delta = _unpack(pairs)
-    p = tl.math.exp2(tl.fma(s, scale, -lse[None, :]))
+    minus_lse, delta = _unpack(pairs)
+    p = tl.math.exp2(tl.fma(s, scale, minus_lse[None, :]))
     if MASK:
         p = tl.where(keep, p, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv)
@@ -175,9 +175,9 @@ def _key_step(kb, vb, q, dout, pairs, dk, dv, scale, keep, MASK: tl.constexpr):
 
 
 @triton.jit
-def _pack(lse, delta):
+def _pack(minus_lse, delta):
     """A row's two numbers in 64 bits: a thread then copies two rows at once, 8 copies a block of 64 rows and not 32."""
-    low = lse.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    low = minus_lse.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return low | (delta.to(tl.int32, bitcast=True).to(tl.int64) << 32)
 
 
@@ -365,7 +365,7 @@ def _backward_queries(k0_desc, v0_desc, k1_desc, v1_desc, q0, do0, q1, do1, pair
     row_lse = tl.load(lse + pair * tq + rows, rows < tq, other=float("inf"))
     yb = _block(out, out, heads * dims, sample * tq, first, head * dims, tq, dims, M, D, False)
     row_delta = tl.sum(yb.to(tl.float32) * ob.to(tl.float32), 1)
-    tl.store(pairs + pair * padded + rows, _pack(row_lse, row_delta))
+    tl.store(pairs + pair * padded + rows, _pack(-row_lse, row_delta))
     dq = tl.zeros((M, D), tl.float32)
     dq = _over_keys(qb, ob, row_lse, row_delta, k0_desc, v0_desc, k0, v0, sk0, sv0, dq, first,
                     _length(len0, sample, tk0, LEN0), sample * tk0, head * sk0h, head * sv0h, dims, tk0 - tq0, scale, M,
