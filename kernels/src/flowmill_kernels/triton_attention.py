@@ -152,10 +152,11 @@ def _delta(out, dout, delta, heads, tokens, dims, M: tl.constexpr, D: tl.constex
 def _through_norm(g, y, weight, rstd, at, inside, dims, D: tl.constexpr):
     """The gradient behind rows' RMS norm from g, the one before it, and what the norm gave, y = x * rstd * weight."""
     cols = tl.arange(0, D)
-    w = tl.load(weight + cols, cols < dims, other=1.0).to(tl.float32)[None, :]
+    w = tl.load(weight + cols, cols < dims, other=1.0).to(tl.float32)
+    inverse = 1.0 / w  # a column, not an element: a quotient is ten instructions
     r = tl.load(rstd + at, inside, other=0.0)[:, None]
     y = y.to(tl.float32)
-    return r * (g * w - (y / w) * (tl.sum(g * y, 1) / dims)[:, None])
+    return r * (g * w[None, :] - (y * inverse[None, :]) * (tl.sum(g * y, 1) / dims)[:, None])
 
 
 @triton.jit
