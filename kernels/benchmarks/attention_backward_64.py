@@ -5,7 +5,8 @@
 The back end's own kernels for heads of 64 (`triton_attention.py`) give a program 64 rows, so for every 64 rows all
 queries or keys come from the L2 cache once: at SD3.5-M's shape the kernel over queries reads 2.1 GB in about 0.4 ms.
 Here a program holds 192 rows in three groups, so a third is read; one warp loads for all of them, and log-sum-exps come
-by TMA too: a block of queries takes 250 instructions a warp in place of 325. Without lengths and causality; one or two segments; with the norms of queries and keys.
+by TMA too: a block of queries takes 250 instructions a warp in place of 325. Without lengths and causality; one or two
+segments; with the norms of queries and keys.
 
 It checks itself against fp64, from run to run and over batches, then takes turns with the back end. Nothing uses it: it
 moves into the back end if it is the faster. It compiles for sm_90 and has not run yet.
