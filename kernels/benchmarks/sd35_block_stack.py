@@ -103,34 +103,29 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
-def profiled(model: torch.nn.Module, train: bool, batch: int, sms: int) -> None:
-    """Print where the GPU's time goes, and the host's."""
+def profiled(name: str, call: Callable[[int], None]) -> None:
+    """Print where the GPU's time goes once it is as warm as it gets, and the host's; a call's share of three."""
     from torch.profiler import ProfilerActivity, profile
 
-    x = inputs(batch, "cuda")
-
-    def once() -> None:
-        out = model(**x)[0]
-        if train:
-            (out.float() ** 2).mean().backward()
-
-    with apply_kernels(model, "consistent", num_sms=sms), torch.set_grad_enabled(train):
-        once()
+    for index in range(20):
+        call(index)
+    torch.cuda.synchronize()
+    before = time.time()
+    call(0)
+    host = time.time() - before
+    torch.cuda.synchronize()
+    took = statistics.median(timed(lambda: call(1), 3) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        for index in range(3):
+            call(index)
         torch.cuda.synchronize()
-        before = time.time()
-        once()
-        host = time.time() - before
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as p:
-            once()
-            torch.cuda.synchronize()
     rows = sorted(p.key_averages(), key=lambda e: -e.device_time_total)
     total = sum(e.device_time_total for e in rows)
-    say(f"{'training' if train else 'forward'}, batch {batch}: {total / 1e3:.1f} ms on the GPU; the host issued it in "
-        f"{host * 1e3:.1f} ms")
+    say(f"{name}: {took:.1f} ms a call, {total / 3e3:.1f} ms of them {sum(e.count for e in rows) / 3:.0f} kernels; the "
+        f"host issued it in {host * 1e3:.1f} ms")
     for e in rows[:28]:
         share = e.device_time_total / total * 100
-        print(f"   {e.device_time_total / 1e3:8.2f} ms {share:5.1f} % {e.count:5d} {e.key[:100]}", flush=True)
+        print(f"   {e.device_time_total / 3e3:8.2f} ms {share:5.1f} % {e.count / 3:7.1f} {e.key[:100]}", flush=True)
 
 
 def main() -> None:
@@ -170,6 +165,29 @@ def main() -> None:
                 del chosen[name]
         return chosen
 
+    wide, data = ([inputs(batch, device, seed) for seed in range(3)] for batch in (64, 32))
+    collector = GradientLeaves(trained, LeafPlan(32))
+
+    def forward(index: int) -> None:
+        with torch.no_grad():
+            model(**wide[index % 3])
+
+    def our_graph() -> Callable[[int], None]:
+        def step(**given: torch.Tensor) -> None:
+            (model(**given)[0].float() ** 2).mean().backward()
+
+        with apply_kernels(model, "consistent", num_sms=args.sms):
+            graph = MicroBatchGraph(collector, 32, step, data[0])
+
+        def call(index: int) -> None:
+            with collector:
+                graph(0, **data[index % 3])
+                collector.finish()
+            for p in trained:
+                p.grad = None
+
+        return call
+
     if "bits" in args.what:
         x = inputs(64, device)
         latents = x["hidden_states"].float()
@@ -202,16 +220,9 @@ def main() -> None:
         say(f"relative difference to eager {error:.2e}")
         results["bits"] = {str(k): v for k, v in worst.items()}
     if "forward" in args.what:
-        data = [inputs(64, device, seed) for seed in range(3)]
-        def forward(index: int) -> None:
-            with torch.no_grad():
-                model(**data[index % 3])
         results["forward 64"] = compare(candidates(forward, forward), args.rounds)
         say("forward, batch 64, ms", results["forward 64"])
     if "train" in args.what:
-        data = [inputs(32, device, seed) for seed in range(3)]
-        collector = GradientLeaves(trained, LeafPlan(32))
-
         def train(index: int) -> None:
             (model(**data[index % 3])[0].float() ** 2).mean().backward()
             for p in trained:
@@ -252,22 +263,6 @@ def main() -> None:
 
             return call
 
-        def our_graph() -> Callable[[int], None]:
-            def step(**given: torch.Tensor) -> None:
-                (model(**given)[0].float() ** 2).mean().backward()
-
-            with apply_kernels(model, "consistent", num_sms=args.sms):
-                graph = MicroBatchGraph(collector, 32, step, data[0])
-
-            def call(index: int) -> None:
-                with collector:
-                    graph(0, **data[index % 3])
-                    collector.finish()
-                for p in trained:
-                    p.grad = None
-
-            return call
-
         chosen = candidates(train, train_collected)
         chosen["consistent, graph"] = (nullcontext, our_graph())
         if not args.skip_compile:
@@ -276,8 +271,9 @@ def main() -> None:
         say("forward + backward, batch 32, ms", results["train 32"])
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB")
     if "profile" in args.what:
-        profiled(model, False, 64, args.sms)
-        profiled(model, True, 32, args.sms)
+        with apply_kernels(model, "consistent", num_sms=args.sms):
+            profiled("forward, batch 64", forward)
+        profiled("forward + backward as a graph, batch 32", our_graph())
     for name, times in results.items():
         for ours in ("consistent", "consistent, graph"):
             for theirs in ("compile", "compile, graph"):
